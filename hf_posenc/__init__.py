@@ -1,0 +1,39 @@
+"""Change the positional encoding of a pretrained transformers model in place, in one call, and take it back."""
+
+from .api import current, from_pretrained, methods, patch, patched, restore, unpatch
+from .families import UnsupportedMethodError
+from .methods import (
+    ABF,
+    NTK,
+    PI,
+    DynamicNTK,
+    DynamicYaRN,
+    Llama3,
+    LongRoPE,
+    NTKByParts,
+    PartialRoPE,
+    YaRN,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ABF",
+    "NTK",
+    "PI",
+    "DynamicNTK",
+    "DynamicYaRN",
+    "Llama3",
+    "LongRoPE",
+    "NTKByParts",
+    "PartialRoPE",
+    "UnsupportedMethodError",
+    "YaRN",
+    "current",
+    "from_pretrained",
+    "methods",
+    "patch",
+    "patched",
+    "restore",
+    "unpatch",
+]

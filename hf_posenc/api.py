@@ -1,0 +1,269 @@
+"""Patch, unpatch and load: the public calls."""
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from . import attention, persistence, twin
+from .families import Family, UnsupportedMethodError, locate, with_rope
+from .journal import Journal
+from .methods.base import FrequencyMethod, LengthMethod, Method
+from .registry import create, registered
+from .rotary import Ropes, configs, fill_frequencies, main_rope, read_ropes, strip_scaling, write_frequencies
+
+logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass
+class Patch:
+    """What is in force on a model: kept on its root as ``_hf_posenc_patch``."""
+
+    method: Method
+    journal: Journal
+
+
+def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any = None, **parameters: Any) -> Model:
+    """Give a loaded model another positional encoding, in place.
+
+    A scheme already in force is replaced: factors always count from the model as it was trained. If anything is
+    refused, the model stays exactly as it was.
+
+    Args:
+        model: a transformers model, or a wrapper such as PEFT's around one
+        method: ``"yarn"``, ``"yarn:factor=4"``, ``hf_posenc.YaRN(factor=4)``
+        tokenizer: its ``model_max_length`` follows, so that it does not cut at the old length
+        parameters: of the method, such as ``factor=4``
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: unknown method or parameter, a value out of range, or (``UnsupportedMethodError``) a method that
+            this model cannot take; the text says what to do.
+        TypeError: no transformers model, or a parameter of the wrong type.
+    """
+    chosen = create(method, **parameters)
+    root = locate(model).root
+    previous = _patch_of(root)
+    if previous is not None:
+        previous.journal.revert()
+    journal, detached = Journal(), _detach_configs(model) if previous is None else []
+    try:
+        applied = _apply(model, chosen, tokenizer, journal)
+        journal.set(root, "_hf_posenc_patch", Patch(applied, journal))
+    except BaseException:
+        journal.revert()
+        for module, name, config in detached:
+            setattr(module, name, config)
+        if previous is not None:
+            previous.journal.replay()
+        raise
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Take the scheme off again: logits, configuration and state dict are those from before ``patch``.
+
+    Raises:
+        ValueError: no scheme is in force.
+    """
+    patch_in_force = _patch_of(locate(model).root)
+    if patch_in_force is None:
+        raise ValueError(
+            "No scheme is in force on this model. If it was saved with one, load it with hf_posenc.from_pretrained "
+            "or call hf_posenc.restore(model) first."
+        )
+    patch_in_force.journal.revert()
+    return model
+
+
+@contextmanager
+def patched(model: Model, method: str | Method | type[Method], **parameters: Any) -> Iterator[Model]:
+    """``patch`` for the length of a ``with`` block; the scheme from before, if any, comes back."""
+    root = locate(model).root
+    previous = _patch_of(root)
+    patch(model, method, **parameters)
+    try:
+        yield model
+    finally:
+        if _patch_of(root) is not None:
+            unpatch(model)
+        if previous is not None:
+            previous.journal.replay()
+
+
+def current(model: nn.Module) -> Method | None:
+    """The method in force on a model, or None."""
+    patch_in_force = _patch_of(locate(model).root)
+    return patch_in_force.method if patch_in_force else None
+
+
+def methods(model: nn.Module | None = None) -> list[str]:
+    """Names of all methods; with a model, of those that it can take."""
+    if model is None:
+        return list(registered())
+    family = locate(model)
+    names = [name for name, method in registered().items() if issubclass(method, FrequencyMethod)]
+    inside = [name for name, method in registered().items() if name not in names]
+    try:
+        twin.plan(family)
+    except UnsupportedMethodError:
+        return sorted(names)
+    return sorted(names + inside)
+
+
+def restore(model: Model) -> Model:
+    """Put in force the scheme that ``model.config`` records, on a model that plain transformers loaded.
+
+    Raises:
+        ValueError: the configuration records none.
+    """
+    family = locate(model)
+    entry = persistence.recorded(family.root.config)
+    if entry is None:
+        raise ValueError("config.hf_posenc is not there: this model was not saved with a scheme.")
+    if _patch_of(family.root) is not None:
+        return model
+    plain = persistence.without_scheme(family.root.config)
+    implementation = plain._attn_implementation or "sdpa"
+    detached = _detach_configs(model)
+    try:
+        journal = Journal()
+        _revert_record(locate(model), entry, implementation, journal)
+        return patch(model, entry["method"])
+    except BaseException:
+        journal.revert()
+        for module, name, config in detached:
+            setattr(module, name, config)
+        raise
+
+
+def from_pretrained(path: str | Path, **kwargs: Any) -> Any:
+    """Load a model folder, hub id or PEFT adapter folder, with the scheme it was saved with in force.
+
+    Args:
+        path: of the model or adapter
+        kwargs: for transformers' ``from_pretrained``; GGUF files (``gguf_file=...``) come as a plain float model
+
+    Raises:
+        ValueError: an adapter's scheme does not fit its base model.
+    """
+    if Path(path, "adapter_config.json").exists():
+        return _load_adapter(path, **kwargs)
+    model, method = persistence.load_base(path, **kwargs)
+    return patch(model, method) if method else model
+
+
+def _load_adapter(path: str | Path, **kwargs: Any) -> Any:
+    from peft import PeftConfig, PeftModel
+
+    entry = persistence.read_sidecar(path)
+    base_path = PeftConfig.from_pretrained(path).base_model_name_or_path
+    if not base_path:
+        raise ValueError(
+            f"{path} does not say which base model it belongs to: load that one, call hf_posenc.patch(model, "
+            f"{entry['method'] if entry else None!r}), then PeftModel.from_pretrained(model, {str(path)!r})."
+        )
+    if entry is None:
+        return PeftModel.from_pretrained(from_pretrained(base_path, **kwargs), path)
+    base, _ = persistence.load_base(base_path, **kwargs)
+    persistence.check_base(entry, base.config, path)
+    return PeftModel.from_pretrained(patch(base, entry["method"]), path)
+
+
+def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -> Method:
+    """Make all changes; returns the method with what it took from the checkpoint."""
+    family = locate(model)
+    ropes = read_ropes(family)
+    rope = main_rope(family, ropes)
+    method = method.fill(rope)
+    before = copy.deepcopy(family.config)
+    entry = persistence.recorded(family.root.config)
+    original = entry["original"] if entry else persistence.original_of(family.config, rope.length)
+    length = method.extended_length(rope)
+    if length is not None:
+        for config in {id(config): config for config in (family.config, *configs(family))}.values():
+            journal.set(config, "max_position_embeddings", length)
+        if tokenizer is not None:
+            journal.set(tokenizer, "model_max_length", length)
+    native = _change_rotation(model, family, method, ropes, journal)
+    native = twin.align_settings(locate(model), before, journal) and native
+    persistence.record(family, method, original, native, journal)
+    logger.info(
+        "%s: %s on %d rotary module(s)%s, context %s -> %s tokens.", family.title, method, len(family.sites),
+        "" if native else ", which plain transformers cannot express", rope.length, length or "open",
+    )  # fmt: skip
+    return method
+
+
+def _change_rotation(model: nn.Module, family: Family, method: Method, ropes: Ropes, journal: Journal) -> bool:
+    """Returns whether plain transformers can build the same."""
+    if isinstance(method, FrequencyMethod) and not method.acts_in_attention:
+        mark = len(journal.entries)
+        try:
+            native = write_frequencies(family, method, ropes, journal)
+            _check_width(locate(model), method, ropes)
+            return native
+        except UnsupportedMethodError:
+            if not isinstance(method, LengthMethod):
+                raise
+            journal.rollback(mark)
+    assert isinstance(method, LengthMethod)
+    plans = twin.plan(family)
+    strip_scaling(family, journal)
+    tables = {index: [(slot, *method.trained(rope)) for slot, rope in slots] for index, slots in ropes.items()}
+    fill_frequencies(family, method, tables, journal)
+    attention.install(locate(model), method, ropes, plans, model, journal)
+    return False
+
+
+def _check_width(family: Family, method: FrequencyMethod, ropes: Ropes) -> None:
+    """Where a method changes how many dimensions turn, see on a twin that the model really does it."""
+    width = {2 * len(method.frequencies(rope)[0]) for slots in ropes.values() for _, rope in slots}
+    if width == {rope.dim for slots in ropes.values() for _, rope in slots}:
+        return
+    found = {plan.stop - plan.start for plan in twin.plan(family) if plan.source is not None}
+    if found != width:
+        raise UnsupportedMethodError(f"{family.title} turns {found} dimensions whatever its configuration says.")
+
+
+def _revert_record(family: Family, entry: dict[str, Any], implementation: str, journal: Journal) -> None:
+    """Bring a model loaded with its scheme in the configuration back to what it was before the scheme."""
+    original = entry["original"]
+    before = copy.deepcopy(family.config)
+    journal.set(family.config, "rope_parameters", copy.deepcopy(original["rope_parameters"]))
+    journal.set(family.config, "max_position_embeddings", original["max_position_embeddings"])
+    for config in {id(config): config for config in (family.root.config, family.config)}.values():
+        journal.set(config, "_attn_implementation_internal", implementation)
+        for name in ("hf_posenc", "attn_implementation"):
+            vars(config).pop(name, None)
+    for site in family.sites:
+        journal.swap(site.parent, site.name, site.rebuild(site.config))
+    twin.align_settings(locate(family.root), with_rope(before, before.rope_parameters), journal)
+
+
+def _patch_of(root: PreTrainedModel) -> Patch | None:
+    return vars(root).get("_hf_posenc_patch")
+
+
+def _detach_configs(model: nn.Module) -> list[tuple[nn.Module, str, PreTrainedConfig]]:
+    """Give the model configurations of its own, so that models built from the same objects do not follow.
+
+    Returns:
+        What was replaced, (module, attribute, configuration).
+    """
+    replaced, copies = [], {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                replaced.append((module, name, value))
+                setattr(module, name, copy.deepcopy(value, copies))
+    return replaced

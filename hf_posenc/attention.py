@@ -1,0 +1,437 @@
+"""The registered attention function: it turns queries and keys on top of what the cache holds, then calls a stock
+kernel. Positions of queries and keys, and the tables made from them once per forward, travel as one keyword argument.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+from transformers.masking_utils import sdpa_mask
+
+from . import twin
+from .compat import cache_capacity, given_cache
+from .families import Family, Site, Slot, UnsupportedMethodError, live_modules, unscaled_config
+from .functional import rotate, wide_dtype
+from .journal import Journal
+from .methods.base import LengthMethod, Rope
+from .rotary import Ropes
+from .twin import Plan
+
+NAME = "hf_posenc"
+STOCK = ("sdpa", "eager")
+_TABLE_BUDGET = 1 << 26  # numbers; beyond it key tables are made again in every layer
+
+
+@dataclass
+class Source:
+    """One set of frequencies that layers share.
+
+    Attributes:
+        rope: the rotation the rotary module applies
+        axes: (dim / 2,) the row of three-axis positions that turns each pair; None where positions have one axis
+    """
+
+    rope: Rope
+    axes: torch.Tensor | None = None
+
+
+@dataclass
+class Scheme:
+    """A method in force inside attention.
+
+    Attributes:
+        stock: the attention implementation that does the work, "sdpa" or "eager"
+        parameters: names of the positional parameters of the owner's forward
+        forwards: whether the owner hands keyword arguments down to its attention
+        context: that of the last forward, kept only where it is not handed down
+    """
+
+    method: LengthMethod
+    sources: dict[int, Source]
+    stock: str
+    parameters: list[str]
+    forwards: bool
+    context: "Context | None" = None
+
+
+@dataclass
+class Layer:
+    """What an attention module needs to know: kept on the module as ``_hf_posenc``."""
+
+    scheme: Scheme
+    plan: Plan
+
+
+@dataclass
+class Segment:
+    """Queries start to stop, all of which (by row) use one set of frequencies."""
+
+    start: int
+    stop: int
+    frequencies: torch.Tensor | None  # (batch, pairs) still to turn; None: nothing
+    factor: torch.Tensor | None  # (batch,)
+
+
+@dataclass
+class Context:
+    """Positions of one forward, (axes, batch, length) int64, and what is computed from them.
+
+    ``keys`` are those of all slots of the cache up to now; ``total`` is their number, a tensor for static caches.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    total: int | torch.Tensor
+    segments: dict[int, list[Segment]] = field(default_factory=dict)
+    tables: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def key_positions(self, length: int) -> torch.Tensor:
+        """Positions of the last ``length`` slots, or of a static buffer of that size: (axes, batch, length)."""
+        capacity = self.keys.shape[-1]
+        if isinstance(self.total, int):
+            start = max(self.total - length, 0)
+            if start + length <= capacity:
+                return self.keys[..., start : start + length]
+            slots = torch.arange(start, start + length, device=self.keys.device)
+        else:
+            start = (self.total.to(self.keys.device) - length).clamp(min=0)
+            slots = torch.arange(length, device=self.keys.device) + start
+        return self.keys[..., slots.clamp(max=capacity - 1)]
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    hf_posenc: Context | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The attention implementation ``hf_posenc``.
+
+    Args:
+        query: (batch, heads, query, dim)
+        key, value: (batch, key heads, key, dim), the keys as the cache holds them
+
+    Returns:
+        (batch, query, heads, value dim), and the weights where the stock implementation gives them.
+
+    Raises:
+        RuntimeError: the model was not patched, or positions did not arrive.
+    """
+    if twin.active_probe is not None:
+        return twin.active_probe.attend(
+            module, query, key, value, attention_mask, **kwargs, **({"hf_posenc": hf_posenc} if hf_posenc else {})
+        )
+    layer: Layer | None = vars(module).get("_hf_posenc")
+    if layer is None:
+        raise RuntimeError(
+            "This model was configured for hf_posenc but no scheme is in force on it. Load it with "
+            "hf_posenc.from_pretrained(...), or call hf_posenc.restore(model)."
+        )
+    scheme = layer.scheme
+    stock = stock_attention(module, scheme.stock)
+    if layer.plan.source is None:
+        mask = _stock_mask(scheme.stock, attention_mask, query, key, 0, query.shape[2])
+        return stock(module, query, key, value, mask, **kwargs)
+    context = hf_posenc if hf_posenc is not None else scheme.context
+    if context is None:
+        raise RuntimeError("Positions did not reach attention: call the model itself, not one of its layers.")
+    return _attend(module, layer, context, stock, query, key, value, attention_mask, kwargs)
+
+
+def _attend(module, layer: Layer, context: Context, stock: Callable, query, key, value, mask, kwargs):
+    """One stock call per segment, queries and keys turned by what is left to turn."""
+    scheme, plan, length = layer.scheme, layer.plan, query.shape[2]
+    causal = kwargs.get("is_causal", None)
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    source = scheme.sources[plan.source]
+    positions = context.key_positions(key.shape[2])
+    if mask is None and causal and length > 1:
+        key, value, positions = key[:, :, :length], value[:, :, :length], positions[..., :length]
+    # Later keys than a query's own need no turning, unless buffers are static or weights are wanted whole.
+    ahead = key.shape[2] - length
+    trim = causal and scheme.stock != "eager" and isinstance(context.total, int) and ahead >= 0
+    outputs, weights = [], []
+    segments = _segments(scheme, context, plan.source)
+    for index, segment in enumerate(segments):
+        stop = ahead + segment.stop if trim else key.shape[2]
+        queries, keys, values = query[:, :, segment.start : segment.stop], key[:, :, :stop], value[:, :, :stop]
+        if segment.frequencies is not None:
+            cos, sin = _table(context, (plan.source, index, "query"), source, segment, _part(context.queries, segment))
+            queries = _turn(queries, cos, sin, plan)
+            name = (plan.source, index, key.shape[2], stop)
+            cos, sin = _table(context, name, source, segment, positions[..., :stop])
+            keys = _turn(keys, cos, sin, plan)
+        piece = _stock_mask(scheme.stock, mask, queries, keys, segment.start, segment.stop, causal)
+        output, weight = stock(module, queries, keys, values, piece, **kwargs)
+        outputs.append(output)
+        weights.append(weight)
+    if len(outputs) == 1:
+        return outputs[0], weights[0]
+    whole = None if weights[0] is None else torch.cat(weights, dim=2)
+    return torch.cat(outputs, dim=1), whole
+
+
+def _segments(scheme: Scheme, context: Context, index: int) -> list[Segment]:
+    """Cut the queries wherever any row changes its frequencies."""
+    if index not in context.segments:
+        rope = scheme.sources[index].rope
+        lengths = context.queries.amax(0) + 1  # (batch, query)
+        groups = scheme.method.group(lengths, rope)
+        cuts, turned = [0, lengths.shape[1]], [True]
+        if lengths.shape[1] > 1 or not torch.compiler.is_compiling():
+            here = groups.cpu()
+            changes = (here[:, 1:] != here[:, :-1]).any(0).nonzero().flatten() + 1
+            cuts = [0, *changes.tolist(), lengths.shape[1]]
+            turned = [bool((here[:, start] > rope.length).any()) for start in cuts[:-1]]
+        context.segments[index] = [
+            _segment(scheme.method, rope, start, stop, groups[:, start] if turn else None)
+            for start, stop, turn in zip(cuts[:-1], cuts[1:], turned, strict=True)
+        ]
+    return context.segments[index]
+
+
+def _segment(method: LengthMethod, rope: Rope, start: int, stop: int, lengths: torch.Tensor | None) -> Segment:
+    if lengths is None:
+        return Segment(start, stop, None, None)
+    local = rope.moved(lengths.device, wide_dtype(lengths.device))
+    frequencies, factor = method.turn(local, lengths)
+    # Rows still within the trained length turn by nothing.
+    beyond = lengths > rope.length
+    return Segment(start, stop, frequencies * beyond[:, None], torch.where(beyond, factor, 1.0))
+
+
+def _part(positions: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return positions[..., segment.start : segment.stop]
+
+
+def _table(context: Context, name: tuple, source: Source, segment: Segment, positions: torch.Tensor):
+    """cos and sin (batch, 1, length, pairs) float32 of the angles still to turn at ``positions``."""
+    if name in context.tables:
+        return context.tables[name]
+    assert segment.frequencies is not None and segment.factor is not None
+    if source.axes is None or positions.shape[0] == 1:
+        places = positions[0][..., None]  # (batch, length, 1)
+    else:
+        places = positions[source.axes.to(positions.device)].permute(1, 2, 0)
+    angles = places.to(segment.frequencies.dtype) * segment.frequencies[:, None]
+    factor = segment.factor[:, None, None]
+    table = (angles.cos() * factor).float().unsqueeze(1), (angles.sin() * factor).float().unsqueeze(1)
+    if sum(2 * cos.numel() for cos, _ in context.tables.values()) + 2 * angles.numel() <= _TABLE_BUDGET:
+        context.tables[name] = table
+    return table
+
+
+def _turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Turn the planned dimensions of (batch, heads, length, dim), or the first of them if the table has fewer."""
+    start, stop = plan.start, plan.start + 2 * cos.shape[-1]
+    turned = rotate(states[..., start:stop], cos, plan.sign * sin, plan.pairing)
+    if stop - start == states.shape[-1]:
+        return turned
+    return torch.cat((states[..., :start], turned, states[..., stop:]), dim=-1)
+
+
+def stock_attention(module: nn.Module, name: str) -> Callable:
+    """The attention function that ``module`` would use under the implementation ``name``."""
+    if name != "eager":
+        return AttentionInterface()[name]
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise UnsupportedMethodError(f"{type(module).__name__} has no eager attention function to fall back on.")
+
+
+def _stock_mask(stock: str, mask, query, key, start: int, stop: int, causal: bool = True) -> torch.Tensor | None:
+    """The rows ``start`` to ``stop`` of the mask in the form that the stock implementation takes."""
+    length = key.shape[2]
+    if mask is not None:
+        rows = mask if mask.shape[2] == 1 else mask[:, :, start:stop]
+        rows = rows[..., :length]
+    elif stop - start == 1 or not causal:
+        # One query of a full mask sees every key that was cut out for it.
+        return None
+    elif stock == "sdpa" and start == 0:
+        return None
+    else:
+        slots = torch.arange(length, device=key.device)
+        rows = (slots <= torch.arange(start, stop, device=key.device)[:, None])[None, None]
+    if stock == "eager" and rows.dtype == torch.bool:
+        rows = torch.where(rows, torch.zeros((), dtype=query.dtype, device=query.device), torch.finfo(query.dtype).min)
+    return rows
+
+
+def before_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Pre-hook of the model that owns the rotation: hand the positions of this forward down to its attention."""
+    scheme: Scheme = vars(owner)["_hf_posenc"]
+    _keep_implementation(owner, scheme)
+    named = {**dict(zip(scheme.parameters, args, strict=False)), **kwargs}
+    given = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
+    if given is None:
+        return args, kwargs  # the model itself says what is missing
+    cache = given_cache(named)
+    past = cache.get_seq_length() if cache is not None else 0
+    mask = named.get("attention_mask")
+    if named.get("position_ids") is None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        named["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -given.shape[1] :]
+    positions = _positions(named.get("position_ids"), given, past)
+    context = Context(positions, *_all_positions(cache, positions, past))
+    if cache is not None:
+        cache._hf_posenc_positions = context.keys
+    if scheme.forwards:
+        named["hf_posenc"] = context
+    else:
+        scheme.context = context
+    return (), named
+
+
+def after_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    """Hook: a cache that the model made for itself learns the positions of what it holds."""
+    scheme: Scheme = vars(owner)["_hf_posenc"]
+    context = kwargs.get("hf_posenc", scheme.context)
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+    for value in values:
+        if isinstance(value, Cache) and context is not None:
+            value._hf_posenc_positions = context.keys
+
+
+def _keep_implementation(owner: nn.Module, scheme: Scheme) -> None:
+    """A backend chosen after patching does the stock part; the scheme stays in charge."""
+    chosen = owner.config._attn_implementation
+    if chosen == NAME:
+        return
+    if chosen not in STOCK:
+        raise UnsupportedMethodError(
+            f"{scheme.method} runs inside attention on top of {' or '.join(STOCK)}, but the attention implementation "
+            f"was set to {chosen!r}: call model.set_attn_implementation('sdpa'), or hf_posenc.unpatch(model) first."
+        )
+    scheme.stock = chosen
+    owner.config._attn_implementation_internal = NAME
+
+
+def _positions(position_ids: torch.Tensor | None, given: torch.Tensor, past: int | torch.Tensor) -> torch.Tensor:
+    """Positions of the new tokens, (axes, batch, length)."""
+    batch, length = given.shape[:2]
+    if position_ids is None:
+        positions = (torch.arange(length, device=given.device) + past).view(1, 1, length)
+    elif position_ids.dim() == 3:
+        # (3 or 4, batch, length): a fourth row, put first, holds plain text positions.
+        positions = position_ids[-3:] if position_ids.shape[0] == 4 else position_ids
+    else:
+        positions = position_ids.view(1, -1, length)
+    return positions.to(given.device).expand(-1, batch, -1)
+
+
+def _all_positions(cache: Cache | None, new: torch.Tensor, past: int | torch.Tensor):
+    """Positions of every slot up to now, (axes, batch, slots), and the number of slots in use."""
+    total = past + new.shape[-1]
+    stored = _stored(cache, new)
+    if isinstance(past, torch.Tensor):
+        if stored is None:
+            slots = torch.arange(cache_capacity(cache), device=new.device)
+            stored = (new[..., :1] - (past.to(new.device) - slots)).contiguous()
+        slots = torch.arange(new.shape[-1], device=new.device) + past.to(new.device)
+        return stored.index_copy(-1, slots, new), total
+    if past == 0:
+        return new, total
+    if stored is None or stored.shape[-1] < past:
+        # A cache filled elsewhere: count back from the first new token.
+        stored = new[..., :1] - (past - torch.arange(past, device=new.device))
+    return torch.cat((stored[..., :past], new), dim=-1), total
+
+
+def _stored(cache: Cache | None, new: torch.Tensor) -> torch.Tensor | None:
+    """Positions kept on the cache, brought to the batch of this forward."""
+    stored = getattr(cache, "_hf_posenc_positions", None)
+    if stored is None or stored.shape[0] != new.shape[0]:
+        return None
+    batch, wanted = stored.shape[1], new.shape[1]
+    if batch == wanted:
+        return stored
+    return stored.repeat_interleave(wanted // batch, dim=1) if wanted % batch == 0 else None
+
+
+def install(
+    family: Family, method: LengthMethod, ropes: Ropes, plans: list[Plan], wrapper: nn.Module, journal: Journal
+) -> None:
+    """Put the attention function in charge of every layer whose frequencies ``method`` changes.
+
+    Args:
+        plans: from ``twin.plan``
+        wrapper: the object that was given to ``patch``, which may hold the model inside
+
+    Raises:
+        UnsupportedMethodError: nothing would change, or this model cannot be changed inside attention.
+    """
+    owner, stock = family.owner, family.config._attn_implementation
+    if stock not in STOCK:
+        raise UnsupportedMethodError(
+            f"{method} runs inside attention on top of {' or '.join(STOCK)}, but the attention implementation of "
+            f"{family.title} is {stock!r}: call model.set_attn_implementation('sdpa') first."
+        )
+    if any(_has_prefix_tuning(module) for module in wrapper.modules()):
+        raise UnsupportedMethodError(
+            f"{method} turns cached keys, and prefix tuning puts learned keys into the cache as if they were already "
+            "turned: use a frequency method, or another kind of adapter."
+        )
+    slots = [(index, slot.label) for index, site in enumerate(family.sites) for slot in site.slots]
+    sources = {
+        slots.index((index, slot.label)): Source(rope, _pair_axes(family.sites[index], slot, rope))
+        for index, entries in ropes.items()
+        for slot, rope in entries
+    }
+    live = live_modules(owner)
+    if not any(plan.source in sources for plan in plans):
+        raise UnsupportedMethodError(f"{method} would change no layer of {family.title}.")
+    parameters = list(inspect.signature(owner.forward).parameters)
+    scheme = Scheme(method, sources, stock, parameters, all(NAME in plan.keywords for plan in plans))
+    journal.set(owner, "_hf_posenc", scheme)
+    changed_configs = {id(owner.config): owner.config}
+    for plan in plans:
+        module = live[plan.name]
+        journal.set(
+            module, "_hf_posenc", Layer(scheme, plan if plan.source in sources else replace(plan, source=None))
+        )
+        changed_configs[id(module.config)] = module.config
+    for config in changed_configs.values():
+        journal.set(config, "_attn_implementation_internal", NAME)
+    journal.before_forward(owner, before_forward)
+    journal.after_forward(owner, after_forward)
+
+
+def _has_prefix_tuning(module: nn.Module) -> bool:
+    adapters = vars(module).get("peft_config")
+    adapters = adapters.values() if isinstance(adapters, dict) else ()
+    return any(str(getattr(adapter, "peft_type", "")).endswith("PREFIX_TUNING") for adapter in adapters)
+
+
+def _pair_axes(site: Site, slot: Slot, rope: Rope) -> torch.Tensor | None:
+    """Which of three position axes turns each pair, read from what the rotary module answers; None for one axis."""
+    rotary = site.rebuild(unscaled_config(site.config)).to("cpu")
+    setattr(rotary, slot.buffer, torch.ones(rope.dim // 2))
+    label = {"layer_type": slot.label} if slot.label else {}
+    try:
+        # Axis a stands at position a + 1, so that every angle names its axis.
+        axes = torch.arange(1, 4).view(3, 1, 1)
+        cos, _ = rotary(torch.zeros(1, 1, 1), axes, **label)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return None
+    if cos.dim() != 3 or cos.shape[0] != 1:
+        return None
+    scaling = getattr(rotary, slot.scaling, 1.0)
+    angles = (cos[0, 0] / scaling).clamp(-1, 1).acos()
+    half_layout = cos.shape[-1] == rope.dim and torch.equal(angles[: rope.dim // 2], angles[rope.dim // 2 :])
+    pairs = angles[: rope.dim // 2] if half_layout or cos.shape[-1] == rope.dim // 2 else angles[0::2]
+    return pairs.round().long() - 1
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,219 @@
+"""What a model offers: where its rotation is and which configurations describe it. Measured, never listed by name."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .methods.base import Rope
+
+_SCALED_TYPES = {"linear", "dynamic", "yarn", "llama3", "longrope"}
+_SCALING_KEYS = {
+    "type", "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",
+}  # fmt: skip
+_WINDOWED_LABELS = {"sliding_attention", "chunked_attention"}
+_WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
+
+
+class UnsupportedMethodError(ValueError):
+    """A method and a model that do not fit; the text names both and what would fit."""
+
+
+@dataclass
+class Slot:
+    """One set of frequencies in a rotary module: ``label`` is a layer type, or None where all layers share it."""
+
+    label: str | None
+
+    @property
+    def buffer(self) -> str:
+        return f"{self.label}_inv_freq" if self.label else "inv_freq"
+
+    @property
+    def scaling(self) -> str:
+        return f"{self.label}_attention_scaling" if self.label else "attention_scaling"
+
+
+@dataclass
+class Site:
+    """A rotary module where it hangs in the model."""
+
+    parent: nn.Module
+    name: str
+    module: nn.Module
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.module.config
+
+    @property
+    def slots(self) -> list[Slot]:
+        buffers = [name for name, _ in self.module.named_buffers(recurse=False) if _holds_frequencies(name)]
+        return [Slot(name.removesuffix("inv_freq").rstrip("_") or None) for name in buffers]
+
+    def entry(self, slot: Slot) -> dict[str, Any]:
+        """The part of ``config.rope_parameters`` that describes ``slot``."""
+        parameters = self.config.rope_parameters
+        return parameters[slot.label] if slot.label else parameters
+
+    def rebuild(self, config: PreTrainedConfig) -> nn.Module:
+        """A rotary module of the same class from another configuration, float32 on the same device."""
+        module = type(self.module)(config=config)
+        device = next(self.module.buffers()).device
+        return module.to(device) if device.type != "meta" else module
+
+
+@dataclass
+class Family:
+    """A model seen by this package.
+
+    Attributes:
+        root: the outermost transformers model, whose config is saved
+        owner: the model inside it that calls the rotary modules (``LlamaModel``, not ``LlamaForCausalLM``)
+        sites: the rotary modules of its text decoder
+    """
+
+    root: PreTrainedModel
+    owner: PreTrainedModel
+    sites: list[Site]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The text configuration."""
+        return self.owner.config
+
+    @property
+    def title(self) -> str:
+        return f"{type(self.root).__name__} ({self.config.model_type})"
+
+
+def locate(model: nn.Module) -> Family:
+    """Find the text decoder and its rotary modules, under any wrapper (PEFT, DDP).
+
+    Raises:
+        TypeError: no transformers model.
+        UnsupportedMethodError: no rotary module that this package can rebuild.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"hf_posenc patches a loaded transformers model, got {type(model).__name__}.")
+    root = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if root is None:
+        raise TypeError(f"{type(model).__name__} holds no transformers model, so there is nothing to patch.")
+    text_config = text_config_of(root.config)
+    owners = [owner for owner, _ in _rotary_modules(root) if owner.config is text_config]
+    if not owners:
+        raise UnsupportedMethodError(
+            f"{type(root).__name__} ({root.config.model_type}) has no rotary module with frequencies in its text "
+            "decoder, so methods that change a rotation do not apply to it. hf_posenc.methods(model) lists what does."
+        )
+    return Family(root, owners[0], rotary_sites(owners[0]))
+
+
+def rotary_sites(owner: PreTrainedModel) -> list[Site]:
+    """The rotary modules that belong to ``owner`` itself, in a fixed order."""
+    return [site for inner, site in _rotary_modules(owner) if inner is owner]
+
+
+def text_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the text decoder inside ``config``, which is often the same object."""
+    if config.is_encoder_decoder:
+        return config
+    return config.get_text_config(decoder=True)
+
+
+def _holds_frequencies(buffer: str) -> bool:
+    return buffer.endswith("inv_freq") and "original" not in buffer
+
+
+def _rotary_modules(root: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, Site]]:
+    """Every rotary module with the innermost transformers model around it."""
+    stack: list[tuple[PreTrainedModel, nn.Module]] = [(root, root)]
+    while stack:
+        owner, module = stack.pop()
+        for name, child in module.named_children():
+            if any(_holds_frequencies(buffer) for buffer, _ in child.named_buffers(recurse=False)):
+                if isinstance(getattr(child, "config", None), PreTrainedConfig):
+                    yield owner, Site(module, name, child)
+            else:
+                stack.append((child if isinstance(child, PreTrainedModel) else owner, child))
+
+
+def is_nested(rope_parameters: dict[str, Any]) -> bool:
+    """Whether ``rope_parameters`` holds one dictionary per layer type."""
+    return any(isinstance(value, dict) for value in rope_parameters.values())
+
+
+def is_global(slot: Slot) -> bool:
+    """Whether a slot serves layers that see the whole text. Windowed layers with frequencies of their own never meet
+    a distance beyond their window, so no method touches those."""
+    return slot.label not in _WINDOWED_LABELS
+
+
+def unscaled(entry: dict[str, Any]) -> dict[str, Any]:
+    """A ``rope_parameters`` entry without the scaling it may carry; theta, sections and unknown keys stay."""
+    kept = {key: value for key, value in entry.items() if key not in _SCALING_KEYS}
+    if kept.get("rope_type", "default") in _SCALED_TYPES:
+        kept["rope_type"] = "default"
+    return kept
+
+
+def original_length(config: PreTrainedConfig, entry: dict[str, Any]) -> int:
+    """Tokens the model was trained on before any extension that its configuration knows of."""
+    recorded = getattr(config, "hf_posenc", None) or {}
+    for length in (
+        recorded.get("original", {}).get("length"),
+        entry.get("original_max_position_embeddings"),
+        getattr(config, "original_max_position_embeddings", None),
+    ):
+        if length:
+            return int(length)
+    return int(config.max_position_embeddings)
+
+
+def with_rope(config: PreTrainedConfig, rope_parameters: dict[str, Any]) -> PreTrainedConfig:
+    """A shallow copy of ``config`` with other rope parameters."""
+    changed = copy.copy(config)
+    changed.rope_parameters = rope_parameters
+    return changed
+
+
+def unscaled_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A shallow copy of ``config`` whose rotation carries no scaling."""
+    parameters = config.rope_parameters
+    if is_nested(parameters):
+        plain = {key: unscaled(value) if isinstance(value, dict) else value for key, value in parameters.items()}
+    else:
+        plain = unscaled(parameters)
+    return with_rope(config, copy.deepcopy(plain))
+
+
+def read_rope(site: Site, slot: Slot, plain: nn.Module) -> Rope:
+    """What ``slot`` was trained with.
+
+    Args:
+        plain: the rotary module rebuilt from ``unscaled_config``
+    """
+    config, entry = site.config, site.entry(slot)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Rope(
+        frequencies=getattr(plain, slot.buffer).to("cpu", torch.float64),
+        theta=float(entry["rope_theta"]),
+        length=original_length(config, entry),
+        configured_length=int(config.max_position_embeddings),
+        head_dim=int(head_dim),
+        rope_type=unscaled(entry).get("rope_type", "default"),
+        parameters=entry,
+    )
+
+
+def live_modules(owner: nn.Module) -> dict[str, nn.Module]:
+    """Modules by the names a fresh model would give them, whatever wraps them now."""
+    return {
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): module
+        for name, module in owner.named_modules()
+    }

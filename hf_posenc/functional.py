@@ -1,0 +1,77 @@
+"""Pure tensor and number maths: frequencies, ramps, rotations. Nothing here knows a model."""
+
+import math
+from typing import Literal
+
+import torch
+
+Pairing = Literal["half", "interleaved"]
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The widest float the device has: position times frequency needs it past a few thousand tokens."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def rope_frequencies(theta: float, dim: int) -> torch.Tensor:
+    """Plain RoPE, ``theta ** (-2k / dim)`` in radians per token: (dim / 2,) float64. arXiv 2104.09864."""
+    return theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
+def ntk_theta(theta: float, dim: int, factor: float) -> float:
+    """The base at which the slowest pair turns exactly ``factor`` times slower and the fastest as before."""
+    if dim <= 2:
+        raise ValueError(f"NTK scaling needs at least two rotated pairs, this model rotates {dim} dimensions.")
+    return theta * factor ** (dim / (dim - 2))
+
+
+def yarn_range(
+    theta: float, dim: int, length: int, beta_fast: float = 32, beta_slow: float = 1, truncate: bool = True
+) -> tuple[float, float]:
+    """Pair indices between which YaRN's ramp runs: pairs turning ``beta_fast`` and ``beta_slow`` times in ``length``."""
+
+    def pair_of(rotations: float) -> float:
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_of(beta_fast), pair_of(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def yarn_keep(theta: float, dim: int, length: int, **range_options) -> torch.Tensor:
+    """Share of its own frequency that each pair keeps under YaRN, 1 for fast and 0 for slow pairs: (dim / 2,) float64."""
+    low, high = yarn_range(theta, dim, length, **range_options)
+    pairs = torch.arange(dim // 2, dtype=torch.float64)
+    return 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+
+
+def yarn_attention_factor(factor: torch.Tensor) -> torch.Tensor:
+    """Factor on cos and sin, ``0.1 ln s + 1`` (arXiv 2309.00071, equation 22); logits gain its square."""
+    return 0.1 * torch.log(factor.clamp(min=1)) + 1
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: Pairing) -> torch.Tensor:
+    """Rotate every pair of the last dimension.
+
+    Args:
+        states: (batch, heads, length, dim)
+        cos, sin: (batch or 1, 1, length, dim / 2), one angle per pair
+        pairing: "half" pairs dimension k with k + dim / 2, "interleaved" 2k with 2k + 1
+
+    Returns:
+        (batch, heads, length, dim) in the dtype of ``states``; the products are taken in that of ``cos``.
+    """
+    if pairing == "half":
+        first, second = states.chunk(2, dim=-1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    else:
+        first, second = states[..., 0::2], states[..., 1::2]
+        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    return rotated.to(states.dtype)
+
+
+def longrope_attention_factor(factor: float, length: int) -> float:
+    """``sqrt(1 + ln s / ln L)`` (arXiv 2402.13753, section 3.2), 1 where nothing is extended."""
+    return math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0

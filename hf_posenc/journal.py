@@ -1,0 +1,122 @@
+"""The record of every change made to a model: taken back last in first out, or made again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+
+class _Absent(Enum):
+    """Stands for an attribute that was not there; one object even after a copy or a pickle."""
+
+    ABSENT = 0
+
+
+@dataclass
+class _Attribute:
+    """An instance attribute of a module or config."""
+
+    owner: Any
+    name: str
+    old: Any
+    new: Any
+
+    def apply(self) -> None:
+        setattr(self.owner, self.name, self.new)
+
+    def revert(self) -> None:
+        if self.old is _Absent.ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.old)
+
+
+@dataclass
+class _Child:
+    """A submodule; the one that is not in the tree follows the model to its device when it returns."""
+
+    owner: nn.Module
+    name: str
+    old: nn.Module
+    new: nn.Module
+
+    def apply(self) -> None:
+        _swap_child(self.owner, self.name, self.new)
+
+    def revert(self) -> None:
+        _swap_child(self.owner, self.name, self.old)
+
+
+@dataclass
+class _Hook:
+    """A hook, registered by the method ``register`` of its owner."""
+
+    owner: nn.Module
+    register: str
+    function: Callable
+    options: dict[str, Any]
+    handle: Any = None
+
+    def apply(self) -> None:
+        self.handle = getattr(self.owner, self.register)(self.function, **self.options)
+
+    def revert(self) -> None:
+        self.handle.remove()
+
+
+def _swap_child(owner: nn.Module, name: str, new: nn.Module) -> None:
+    leaving = owner._modules[name]
+    device = next((buffer.device for buffer in leaving.buffers()), None)
+    if device is not None and device.type != "meta":
+        new.to(device)
+    new.train(leaving.training)
+    owner._modules[name] = new
+
+
+@dataclass
+class Journal:
+    """Changes to one model, in the order they were made."""
+
+    entries: list[_Attribute | _Child | _Hook] = field(default_factory=list)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of a module or config."""
+        name = getattr(owner, "attribute_map", {}).get(name, name)
+        old = vars(owner).get(name, _Absent.ABSENT)
+        self._do(_Attribute(owner, name, old, value))
+
+    def swap(self, owner: nn.Module, name: str, module: nn.Module) -> None:
+        """Replace the submodule ``name`` of ``owner``."""
+        self._do(_Child(owner, name, owner._modules[name], module))
+
+    def before_forward(self, owner: nn.Module, function: Callable) -> None:
+        """Call a module-level ``function(module, args, kwargs)`` ahead of all other forward pre-hooks."""
+        self._do(_Hook(owner, "register_forward_pre_hook", function, {"prepend": True, "with_kwargs": True}))
+
+    def after_forward(self, owner: nn.Module, function: Callable) -> None:
+        """Call a module-level ``function(module, args, kwargs, output)`` behind all other forward hooks."""
+        self._do(_Hook(owner, "register_forward_hook", function, {"with_kwargs": True}))
+
+    def before_state_dict(self, owner: nn.Module, function: Callable) -> None:
+        """Call a module-level ``function(module, prefix, keep_vars)`` whenever the state dict is taken."""
+        self._do(_Hook(owner, "register_state_dict_pre_hook", function, {}))
+
+    def _do(self, entry: _Attribute | _Child | _Hook) -> None:
+        entry.apply()
+        self.entries.append(entry)
+
+    def revert(self) -> None:
+        """Undo everything; ``replay`` makes it again."""
+        for entry in reversed(self.entries):
+            entry.revert()
+
+    def replay(self) -> None:
+        for entry in self.entries:
+            entry.apply()
+
+    def rollback(self, mark: int) -> None:
+        """Undo and forget what came after ``mark``, a former ``len(journal.entries)``."""
+        while len(self.entries) > mark:
+            self.entries.pop().revert()

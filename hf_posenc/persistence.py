@@ -1,0 +1,154 @@
+"""The scheme in ``config.json``, beside PEFT adapters, and in the forms that other engines read."""
+
+import copy
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from .families import Family, text_config_of
+from .journal import Journal
+from .methods.base import Method
+
+SIDECAR = "hf_posenc.json"
+VERSION = 1
+
+
+def original_of(config: PreTrainedConfig, length: int) -> dict[str, Any]:
+    """What a configuration said before the scheme: enough to load the model without it."""
+    return {
+        "rope_parameters": copy.deepcopy(config.rope_parameters),
+        "max_position_embeddings": config.max_position_embeddings,
+        "length": length,
+    }
+
+
+def record(family: Family, method: Method, original: dict[str, Any], native: bool, journal: Journal) -> None:
+    """Write the scheme into the configuration, and into every adapter saved from now on.
+
+    A scheme that plain transformers cannot express also names an attention implementation that only this package
+    registers, so that a plain load stops with an error instead of dropping the scheme.
+    """
+    entry = {"method": str(method), "version": VERSION, "original": original}
+    for config in {id(config): config for config in (family.root.config, family.config)}.values():
+        journal.set(config, "hf_posenc", entry)
+        if not native:
+            journal.set(config, "attn_implementation", "hf_posenc")
+    journal.before_state_dict(family.root, watch_adapters)
+
+
+def recorded(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """The record of a scheme in a configuration.
+
+    Raises:
+        ValueError: it was written by a later version, or by hand.
+    """
+    entry = getattr(config, "hf_posenc", None) or getattr(text_config_of(config), "hf_posenc", None)
+    if entry is None:
+        return None
+    if not isinstance(entry, dict) or "method" not in entry or "original" not in entry:
+        raise ValueError(f"config.hf_posenc is not a scheme that this package wrote: {entry!r}.")
+    if entry.get("version", 0) > VERSION:
+        raise ValueError(
+            f"config.hf_posenc has version {entry['version']}, this package reads up to {VERSION}: upgrade hf_posenc."
+        )
+    return entry
+
+
+def without_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a configuration with its recorded scheme taken out: that of the model before it was patched."""
+    config = copy.deepcopy(config)
+    entry = recorded(config)
+    if entry is None:
+        return config
+    text = text_config_of(config)
+    text.rope_parameters = copy.deepcopy(entry["original"]["rope_parameters"])
+    text.max_position_embeddings = entry["original"]["max_position_embeddings"]
+    for part in (config, text):
+        for name in ("hf_posenc", "attn_implementation"):
+            vars(part).pop(name, None)
+        if part._attn_implementation == "hf_posenc":
+            part._attn_implementation = None
+    return config
+
+
+def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, str | None]:
+    """Load a model folder or hub id without its scheme.
+
+    Returns:
+        The model and the method string that its configuration records, if any.
+    """
+    config = kwargs.pop("config", None)
+    if config is None:
+        shared = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "trust_remote_code", "gguf_file",
+                                               "subfolder", "local_files_only") if key in kwargs}  # fmt: skip
+        config = AutoConfig.from_pretrained(path, **shared)
+    entry = recorded(config)
+    if kwargs.get("gguf_file") and "quantization_config" not in kwargs:
+        # A model left quantised can be neither saved nor trained.
+        kwargs["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = model_class(config).from_pretrained(path, config=without_scheme(config), **kwargs)
+    return model, entry["method"] if entry else None
+
+
+def model_class(config: PreTrainedConfig) -> type:
+    """The class that a configuration names, or the automatic one for causal language models."""
+    for name in config.architectures or ():
+        if isinstance(getattr(transformers, name, None), type):
+            return getattr(transformers, name)
+    return AutoModelForCausalLM
+
+
+def watch_adapters(root: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Pre-hook of ``state_dict``: PEFT configurations of ``root`` write the scheme wherever they are saved.
+
+    PEFT wraps a model after it was patched and tells nobody, but it takes the state dict before it saves, and leaves
+    its configurations on the model.
+    """
+    for adapter in (vars(root).get("peft_config") or {}).values():
+        adapter.save_pretrained = functools.partial(_save_with_scheme, type(adapter), adapter, root)
+
+
+def _save_with_scheme(adapter_class: type, adapter: Any, root: nn.Module, folder: str, *args: Any, **kwargs: Any):
+    adapter_class.save_pretrained(adapter, folder, *args, **kwargs)
+    entry = getattr(root.config, "hf_posenc", None)
+    if entry is not None:
+        Path(folder, SIDECAR).write_text(json.dumps(entry, indent=2) + "\n")
+    else:
+        Path(folder, SIDECAR).unlink(missing_ok=True)
+
+
+def read_sidecar(folder: str | Path) -> dict[str, Any] | None:
+    """The scheme beside an adapter, or None.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    path = Path(folder, SIDECAR)
+    if not path.exists():
+        return None
+    try:
+        entry = json.loads(path.read_text())
+        entry["method"], entry["original"]  # noqa: B018
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not hold a scheme ({error}): save the adapter again.") from error
+    return entry
+
+
+def check_base(entry: dict[str, Any], config: PreTrainedConfig, folder: str | Path) -> None:
+    """Refuse a base model other than the one that an adapter's scheme was made for.
+
+    Raises:
+        ValueError: its rotation or trained length differs.
+    """
+    text = text_config_of(config)
+    found = original_of(text, entry["original"].get("length"))
+    if json.loads(json.dumps(found)) != entry["original"]:
+        raise ValueError(
+            f"The adapter in {folder} was saved with {entry['method']!r} over a base with {entry['original']}, but this "
+            f"base has {found}: give the base model it was trained on."
+        )

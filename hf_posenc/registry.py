@@ -1,0 +1,104 @@
+"""Names of methods, and the one string syntax for them: ``name:key=value,key=value``, joined with ``+``."""
+
+import ast
+import difflib
+import re
+from typing import Any, TypeVar
+
+from .methods.base import Method
+
+_METHODS: dict[str, type[Method]] = {}
+MethodClass = TypeVar("MethodClass", bound=type[Method])
+
+
+def register(method: MethodClass) -> MethodClass:
+    """Class decorator: make a method known under its ``name``."""
+    _METHODS[method.name] = method
+    return method
+
+
+def registered() -> dict[str, type[Method]]:
+    """Every method by name, in alphabetical order."""
+    return dict(sorted(_METHODS.items()))
+
+
+def create(method: "str | Method | type[Method]", **parameters: Any) -> Method:
+    """A method from a string, a class or an instance; ``parameters`` add to those in the string.
+
+    Raises:
+        ValueError: unknown name or unknown or impossible parameter, with what would be right.
+        TypeError: something that is no method at all.
+    """
+    if isinstance(method, Method):
+        if parameters:
+            raise TypeError(f"{method!r} is already built: give its parameters there, not to patch().")
+        return method
+    if isinstance(method, type) and issubclass(method, Method):
+        return _build(method, parameters)
+    if isinstance(method, str):
+        return parse(method, **parameters)
+    raise TypeError(f"A method is a string such as 'yarn:factor=4' or a hf_posenc class, got {method!r}.")
+
+
+def parse(text: str, **parameters: Any) -> Method:
+    """Read ``"yarn:factor=4,beta_fast=16"``.
+
+    Raises:
+        ValueError: as for ``create``.
+    """
+    parts = re.split(r"\+(?=\s*[a-z_])", text.strip())
+    if len(parts) > 1:
+        raise ValueError(
+            f"{text!r} joins {len(parts)} methods, but each of the registered ones sets the frequencies: give one. "
+            f"Available: {', '.join(registered())}."
+        )
+    name, _, arguments = parts[0].partition(":")
+    name = name.strip()
+    if name not in _METHODS:
+        raise ValueError(_unknown("method", name, list(registered())))
+    given = _arguments(text, arguments)
+    twice = sorted(given.keys() & parameters.keys())
+    if twice:
+        raise ValueError(f"{', '.join(twice)} stands both in {text!r} and as an argument: give it once.")
+    return _build(_METHODS[name], {**given, **parameters})
+
+
+def _arguments(text: str, arguments: str) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    if not arguments.strip():
+        return parameters
+    for piece in re.split(r",(?![^\[]*\])", arguments):
+        key, equals, value = piece.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ValueError(f"{piece.strip()!r} in {text!r} is not key=value, as in 'yarn:factor=4,beta_fast=32'.")
+        if key in parameters:
+            raise ValueError(f"{key} stands twice in {text!r}: give it once.")
+        parameters[key] = _value(value.strip())
+    return parameters
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _build(method: type[Method], parameters: dict[str, Any]) -> Method:
+    known = method.parameter_names()
+    for key in parameters:
+        if key not in known:
+            raise ValueError(_unknown(f"parameter of {method.name!r}", key, known))
+    missing = [name for name in method.required_parameters() if name not in parameters]
+    if missing:
+        raise ValueError(f"{method.name!r} needs {', '.join(missing)}, as in '{method.name}:{missing[0]}=...'.")
+    return method(**parameters)
+
+
+def _unknown(kind: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"Unknown {kind}: {name!r}.{hint} Available: {', '.join(known) or 'none'}."

@@ -1,0 +1,167 @@
+"""Frequencies put in place: the rotary modules rebuilt from an edited configuration, or filled by our own formula."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from .families import Family, Site, Slot, UnsupportedMethodError, is_global, read_rope, unscaled_config
+from .journal import Journal
+from .methods.base import FrequencyMethod, Method, Rope
+
+
+class PatchedRotary(nn.Module):
+    """A family's own rotary module whose frequencies stay float32 when the model is cast.
+
+    ``model.to(torch.bfloat16)`` rounds the frequencies of a bare rotary module, which moves far positions.
+    """
+
+    def __init__(self, inner: nn.Module, scheme: str):
+        super().__init__()
+        self.inner = inner
+        self.scheme = scheme
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+    def _apply(self, fn, recurse=True):
+        kept = {name: buffer for name, buffer in self.inner.named_buffers() if buffer.dtype == torch.float32}
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            moved = self.inner.get_buffer(name)
+            if moved.dtype != torch.float32:
+                owner, _, leaf = name.rpartition(".")
+                self.inner.get_submodule(owner)._buffers[leaf] = buffer.to(moved.device)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("inner")
+            if inner is None:
+                raise
+            return getattr(inner, name)
+
+    def extra_repr(self) -> str:
+        return self.scheme
+
+
+Ropes = dict[int, list[tuple[Slot, Rope]]]
+
+
+def read_ropes(family: Family) -> Ropes:
+    """The trained rotation of every global slot, by the index of its site."""
+    ropes = {}
+    for index, site in enumerate(family.sites):
+        plain = site.rebuild(unscaled_config(site.config))
+        ropes[index] = [(slot, read_rope(site, slot, plain)) for slot in site.slots if is_global(slot)]
+    return ropes
+
+
+def main_rope(family: Family, ropes: Ropes) -> Rope:
+    """The trained rotation that speaks for the model: that of its first global slot.
+
+    Raises:
+        UnsupportedMethodError: every layer is windowed and has frequencies of its own.
+    """
+    for slots in ropes.values():
+        for _, rope in slots:
+            return rope
+    raise UnsupportedMethodError(f"{family.title}: all layers are windowed, there is no global rotation to change.")
+
+
+def write_frequencies(family: Family, method: FrequencyMethod, ropes: Ropes, journal: Journal) -> bool:
+    """Give every global slot the frequencies of ``method``, through transformers' own keys where it has them.
+
+    Returns:
+        Whether plain transformers builds the same from the edited configuration.
+
+    Raises:
+        UnsupportedMethodError: the method changes which dimensions turn, and this family does not know how.
+    """
+    mark = len(journal.entries)
+    if _write_natively(family, method, ropes, journal):
+        return True
+    journal.rollback(mark)
+    strip_scaling(family, journal)
+    tables = {index: [(slot, *method.frequencies(rope)) for slot, rope in slots] for index, slots in ropes.items()}
+    fill_frequencies(family, method, tables, journal)
+    return False
+
+
+def fill_frequencies(
+    family: Family, method: Method, tables: dict[int, list[tuple[Slot, torch.Tensor, float]]], journal: Journal
+) -> None:
+    """Rebuild every rotary module and write frequencies and factors into it.
+
+    Args:
+        tables: per site (slot, frequencies (dim / 2,), factor on cos and sin)
+    """
+    for index, site in enumerate(family.sites):
+        fresh = site.rebuild(site.config)
+        for slot, frequencies, factor in tables.get(index, []):
+            buffer = getattr(fresh, slot.buffer)
+            if buffer.shape != frequencies.shape:
+                raise UnsupportedMethodError(
+                    f"{method} turns {2 * len(frequencies)} dimensions, but the rotary module of {family.title} always "
+                    f"turns {2 * len(buffer)}."
+                )
+            if factor != 1.0 and not hasattr(fresh, slot.scaling):
+                raise UnsupportedMethodError(f"{family.title} has no place for the attention factor of {method}.")
+            buffer.copy_(frequencies)
+            if hasattr(fresh, slot.scaling):
+                setattr(fresh, slot.scaling, factor)
+        _install(site, fresh, method, journal)
+
+
+def strip_scaling(family: Family, journal: Journal) -> None:
+    """Take any scaling out of the configurations, in force and recorded."""
+    for config in configs(family):
+        journal.set(config, "rope_parameters", unscaled_config(config).rope_parameters)
+
+
+def _write_natively(family: Family, method: FrequencyMethod, ropes: Ropes, journal: Journal) -> bool:
+    for config in configs(family):
+        parameters = unscaled_config(config).rope_parameters
+        for index, site in enumerate(family.sites):
+            if site.config is config:
+                for slot, rope in ropes[index]:
+                    entry = parameters[slot.label] if slot.label else parameters
+                    entry.update(method.rope_parameters(rope))
+        journal.set(config, "rope_parameters", parameters)
+        try:
+            config.standardize_rope_params()
+            config.validate_rope()
+        except (ValueError, KeyError, TypeError):
+            return False
+    for index, site in enumerate(family.sites):
+        try:
+            fresh = site.rebuild(site.config)
+        except (ValueError, KeyError, TypeError, RuntimeError):
+            return False
+        if not all(_holds(fresh, slot, *method.frequencies(rope)) for slot, rope in ropes[index]):
+            return False
+        _install(site, fresh, method, journal)
+    return True
+
+
+def configs(family: Family) -> list[PreTrainedConfig]:
+    """The distinct configurations of the rotary modules; a family may keep one per theta."""
+    return list({id(site.config): site.config for site in family.sites}.values())
+
+
+def _holds(rotary: nn.Module, slot: Slot, frequencies: torch.Tensor, factor: float) -> bool:
+    built = getattr(rotary, slot.buffer)
+    if built.device.type == "meta":
+        return built.shape == frequencies.shape
+    return (
+        built.shape == frequencies.shape
+        and torch.allclose(built.to("cpu", torch.float64), frequencies, rtol=1e-5, atol=1e-12)
+        and abs(getattr(rotary, slot.scaling, 1.0) - factor) < 1e-6
+    )
+
+
+def _install(site: Site, fresh: nn.Module, method: Method, journal: Journal) -> None:
+    journal.swap(site.parent, site.name, PatchedRotary(fresh, str(method)))

@@ -1,0 +1,271 @@
+"""A twin: the model as its class builds it from a configuration, without weights. It shows what a model does with
+positions while no weight of the real one is read."""
+
+import copy
+import inspect
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .families import Family, UnsupportedMethodError, live_modules, rotary_sites
+from .functional import Pairing
+from .journal import Journal
+
+_MATERIALISED = 1 << 16
+
+
+def build(owner: PreTrainedModel, config: PreTrainedConfig, attention: str | None = None) -> PreTrainedModel:
+    """A model of the class of ``owner`` on the meta device: shapes, modules and settings, no weights."""
+    config = copy.deepcopy(config)
+    if attention is not None:
+        config._attn_implementation = attention
+    with torch.device("meta"):
+        return type(owner)(config).eval()
+
+
+def align_settings(family: Family, before: PreTrainedConfig, journal: Journal) -> bool:
+    """Bring numbers that modules derive from their configuration to what the edited one gives.
+
+    The softmax scale of latent attention under YaRN is one: it is computed when the module is built.
+
+    Returns:
+        Whether a fresh model of the edited configuration describes every rotation as the live one does; not so where
+        a family derives one from another.
+
+    Raises:
+        UnsupportedMethodError: the edited configuration asks for weights of another shape.
+    """
+    old, new = build(family.owner, before), build(family.owner, family.config)
+    if {name: weight.shape for name, weight in old.named_parameters()} != {
+        name: weight.shape for name, weight in new.named_parameters()
+    }:
+        raise UnsupportedMethodError(
+            f"This change gives {family.title} weights of another shape, so it cannot be made."
+        )
+    live, counterparts = live_modules(family.owner), dict(old.named_modules())
+    rotary = {id(site.module) for site in family.sites}
+    for name, module in new.named_modules():
+        for key, value in vars(module).items():
+            changed = isinstance(value, int | float) and value != vars(counterparts[name]).get(key)
+            if changed and key in vars(live.get(name, module)) and id(live[name]) not in rotary:
+                journal.set(live[name], key, value)
+    fresh = rotary_sites(new)
+    return [site.config.rope_parameters for site in fresh] == [site.config.rope_parameters for site in family.sites]
+
+
+@dataclass
+class Plan:
+    """How one attention module uses the rotation.
+
+    Attributes:
+        name: of the attention module inside the owner
+        source: index of the rotary (site, slot) pair that it uses; None if it carries no rotation
+        start, stop: the dimensions of a head that turn
+        pairing, sign: which dimensions form a pair, and in which sense they turn
+        keywords: names of the keyword arguments that reach the attention function
+    """
+
+    name: str
+    source: int | None
+    start: int = 0
+    stop: int = 0
+    pairing: Pairing = "half"
+    sign: int = 1
+    keywords: frozenset[str] = frozenset()
+    sliding_window: int | None = None
+
+
+@dataclass
+class Probe:
+    """Collects what arrives at the attention function while a twin runs."""
+
+    records: list[tuple[nn.Module, torch.Tensor, torch.Tensor, dict[str, Any]]] = field(default_factory=list)
+
+    def attend(self, module, query, key, value, attention_mask, **kwargs):
+        self.records.append((module, query.detach(), key.detach(), kwargs))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+active_probe: Probe | None = None
+
+
+def plan(family: Family) -> list[Plan]:
+    """Read from one forward of a twin which dimensions every attention module turns, how, and by which frequencies.
+
+    One token goes through in several rows at once. The rotary modules answer (cos, sin) = (1, 0) in row 0, (0, 0) in
+    row 1, and in every further row (0, 1) for one set of frequencies and (1, 0) for the others; differences between
+    the rows of what arrives at the attention function tell the rest.
+
+    Raises:
+        UnsupportedMethodError: attention that does not pass through transformers' attention interface, or that
+            does more to queries and keys after the rotation than a rotation can be taken out of.
+    """
+    twin = build(family.owner, family.config, attention="hf_posenc")
+    sources = [(index, slot) for index, site in enumerate(family.sites) for slot in site.slots]
+    rows = 2 + len(sources)
+    sites = rotary_sites(twin)
+    if len(sites) != len(family.sites):
+        raise UnsupportedMethodError(
+            f"{family.title} has {len(family.sites)} rotary modules, a fresh one of its configuration {len(sites)}: "
+            "bring the configuration in line with the model first."
+        )
+    for index, site in enumerate(sites):
+        real = type(site.module)(config=site.config)
+        site.parent._modules[site.name] = _Stub(
+            real, rows, {slot.label: sources.index((index, slot)) for slot in site.slots}
+        )
+    probe = Probe()
+    with _probing(probe), torch.no_grad(), _Weightless():
+        tokens = torch.zeros(rows, 1, dtype=torch.long)
+        accepted = inspect.signature(twin.forward).parameters
+        optional = {"position_ids": tokens.clone(), "use_cache": False}
+        given = {name: value for name, value in optional.items() if name in accepted}
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+            given["hf_posenc"] = probe
+        twin(input_ids=tokens, **given)
+    if not probe.records:
+        raise UnsupportedMethodError(
+            f"The attention of {family.title} does not pass through transformers' attention interface; frequency "
+            "methods (pi, ntk, abf, yarn, llama3 ...) work on it, methods inside attention do not."
+        )
+    names = {id(module): name for name, module in twin.named_modules()}
+    plans: dict[str, Plan] = {}
+    for module, query, key, kwargs in probe.records:
+        found = _read(family, names[id(module)], query, key, kwargs, len(sources))
+        if plans.setdefault(found.name, found) != found:
+            raise UnsupportedMethodError(f"{found.name} of {family.title} uses two different rotations.")
+    return list(plans.values())
+
+
+def _read(family: Family, name: str, query, key, kwargs: dict[str, Any], sources: int) -> Plan:
+    keywords = frozenset(kwargs)
+    if "sparse_indices" in keywords:
+        raise UnsupportedMethodError(
+            f"{name} of {family.title} selects keys by an indexer with rotated keys of its own; frequency methods work "
+            "on it, methods inside attention do not."
+        )
+    # (rows, heads, 1, dim) -> (rows, heads, dim)
+    query, key = query[:, :, 0].float(), key[:, :, 0].float()
+    using = [source for source in range(sources) if not torch.equal(query[0], query[2 + source])]
+    window = kwargs.get("sliding_window")
+    if not using:
+        return Plan(name, None, keywords=keywords, sliding_window=window)
+    if len(using) > 1:
+        raise UnsupportedMethodError(f"{name} of {family.title} turns by several sets of frequencies at once.")
+    moved = (query[0] != query[1]).any(0).nonzero().flatten().tolist()
+    start, stop = moved[0], moved[-1] + 1
+    for pairing in ("half", "interleaved"):
+        for sign in (1, -1):
+            if all(_turns(states, using[0], start, stop, pairing, sign) for states in (query, key)):
+                return Plan(name, using[0], start, stop, pairing, sign, keywords, window)
+    raise UnsupportedMethodError(
+        f"{name} of {family.title} changes queries and keys after the rotation (a weighted norm, say), so no other "
+        "rotation can be put on top; frequency methods work on it, methods inside attention do not."
+    )
+
+
+def _turns(states: torch.Tensor, source: int, start: int, stop: int, pairing: str, sign: int) -> bool:
+    """Whether row ``2 + source`` is row 0 turned by a right angle on dimensions start to stop."""
+    upright, turned = states[0] - states[1], states[2 + source] - states[1]
+    width = upright.shape[-1]
+    outside = [index for index in range(width) if not start <= index < stop]
+    if (stop - start) % 2 or upright[:, outside].any() or turned[:, outside].any():
+        return False
+    span = upright[:, start:stop]
+    if pairing == "half":
+        first, second = span.chunk(2, dim=-1)
+        expected = torch.cat((-second, first), dim=-1)
+    else:
+        expected = torch.stack((-span[:, 1::2], span[:, 0::2]), dim=-1).flatten(-2)
+    return torch.allclose(turned[:, start:stop], sign * expected, rtol=1e-3, atol=1e-5)
+
+
+@contextmanager
+def _probing(probe: Probe):
+    global active_probe
+    active_probe = probe
+    try:
+        yield
+    finally:
+        active_probe = None
+
+
+class _Stub(nn.Module):
+    """Answers as a rotary module does, with the same angle for every dimension, by row."""
+
+    def __init__(self, real: nn.Module, rows: int, sources: dict[str | None, int]):
+        super().__init__()
+        self.real, self.rows, self.sources = real, rows, sources
+        self.config = real.config
+
+    def forward(self, *args, **kwargs):
+        out = self.real(*args, **kwargs)
+        label = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
+        source = self.sources[label if label in self.sources else None]
+        cos, sin = torch.ones(self.rows), torch.zeros(self.rows)
+        cos[1] = cos[2 + source] = 0
+        sin[2 + source] = 1
+        if isinstance(out, torch.Tensor):
+            return self._fill(out, torch.complex(cos, sin))
+        # gptj-like modules return (sin, cos): at position 0 the sine vanishes.
+        return tuple(self._fill(part, sin if not part.any() else cos) for part in out)
+
+    def _fill(self, like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        shape = (self.rows, *like.shape[1:])
+        return values.view(-1, *[1] * (like.dim() - 1)).expand(shape).to(like.dtype).clone()
+
+
+class _Weightless(TorchDispatchMode):
+    """Runs a model whose weights are on the meta device: what a large weight would give is noise of the right shape,
+    the same in every row; small ones (norms, biases) become noise themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+        self.small: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not _any_meta(args, kwargs):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map(self._materialise, (args, kwargs))
+        meta = [leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not any(meta) or all(meta):  # all: a view of a weight
+            return func(*args, **kwargs)
+        args, kwargs = tree_map(_to_meta, (args, kwargs))
+        return tree_map(self._same_rows, func(*args, **kwargs))
+
+    def _materialise(self, value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.is_meta and value.numel() <= _MATERIALISED):
+            return value
+        if id(value) not in self.small:
+            self.small[id(value)] = (value, self._noise(value.shape, value.dtype))
+        return self.small[id(value)][1]
+
+    def _same_rows(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.dim() == 0:
+            return self._noise(value.shape, value.dtype)
+        return self._noise((1, *value.shape[1:]), value.dtype).expand(value.shape).clone()
+
+    def _noise(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype)
+        return (torch.rand(shape, generator=self.generator) + 0.5).to(dtype)
+
+
+def _any_meta(args, kwargs) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs)))
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
