@@ -195,7 +195,7 @@ def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -
         if tokenizer is not None:
             journal.set(tokenizer, "model_max_length", length)
     native = _change_rotation(model, family, method, ropes, journal)
-    native = twin.align_settings(locate(model), before, journal) and native
+    twin.align_settings(locate(model), before, journal)
     persistence.record(family, method, original, native, journal)
     logger.info(
         "%s: %s on %d rotary module(s)%s, context %s -> %s tokens.", family.title, method, len(family.sites),

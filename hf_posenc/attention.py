@@ -138,24 +138,26 @@ def attention_forward(
         )
     scheme = layer.scheme
     stock = stock_attention(module, scheme.stock)
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    length, slots = query.shape[2], key.shape[2]
+    if attention_mask is None and causal and length > 1:
+        # A static cache shows its whole buffer; the queries of a first pass see its head.
+        key, value = key[:, :, :length], value[:, :, :length]
     if layer.plan.source is None:
-        mask = _stock_mask(scheme.stock, attention_mask, query, key, 0, query.shape[2])
+        mask = _stock_mask(scheme.stock, attention_mask, query, key, 0, length, causal, length == 1)
         return stock(module, query, key, value, mask, **kwargs)
     context = hf_posenc if hf_posenc is not None else scheme.context
     if context is None:
         raise RuntimeError("Positions did not reach attention: call the model itself, not one of its layers.")
-    return _attend(module, layer, context, stock, query, key, value, attention_mask, kwargs)
+    positions = context.key_positions(slots)[..., : key.shape[2]]
+    return _attend(module, layer, context, positions, stock, query, key, value, attention_mask, causal, kwargs)
 
 
-def _attend(module, layer: Layer, context: Context, stock: Callable, query, key, value, mask, kwargs):
+def _attend(module, layer: Layer, context: Context, positions, stock, query, key, value, mask, causal: bool, kwargs):
     """One stock call per segment, queries and keys turned by what is left to turn."""
     scheme, plan, length = layer.scheme, layer.plan, query.shape[2]
-    causal = kwargs.get("is_causal", None)
-    causal = getattr(module, "is_causal", True) if causal is None else causal
     source = scheme.sources[plan.source]
-    positions = context.key_positions(key.shape[2])
-    if mask is None and causal and length > 1:
-        key, value, positions = key[:, :, :length], value[:, :, :length], positions[..., :length]
     # Later keys than a query's own need no turning, unless buffers are static or weights are wanted whole.
     ahead = key.shape[2] - length
     trim = causal and scheme.stock != "eager" and isinstance(context.total, int) and ahead >= 0
@@ -170,7 +172,7 @@ def _attend(module, layer: Layer, context: Context, stock: Callable, query, key,
             name = (plan.source, index, key.shape[2], stop)
             cos, sin = _table(context, name, source, segment, positions[..., :stop])
             keys = _turn(keys, cos, sin, plan)
-        piece = _stock_mask(scheme.stock, mask, queries, keys, segment.start, segment.stop, causal)
+        piece = _stock_mask(scheme.stock, mask, queries, keys, segment.start, segment.stop, causal, length == 1)
         output, weight = stock(module, queries, keys, values, piece, **kwargs)
         outputs.append(output)
         weights.append(weight)
@@ -250,17 +252,16 @@ def stock_attention(module: nn.Module, name: str) -> Callable:
     raise UnsupportedMethodError(f"{type(module).__name__} has no eager attention function to fall back on.")
 
 
-def _stock_mask(stock: str, mask, query, key, start: int, stop: int, causal: bool = True) -> torch.Tensor | None:
-    """The rows ``start`` to ``stop`` of the mask in the form that the stock implementation takes."""
+def _stock_mask(stock: str, mask, query, key, start: int, stop: int, causal: bool, decoding: bool):
+    """The rows ``start`` to ``stop`` of the mask in the form that the stock implementation takes, or None."""
     length = key.shape[2]
     if mask is not None:
         rows = mask if mask.shape[2] == 1 else mask[:, :, start:stop]
         rows = rows[..., :length]
-    elif stop - start == 1 or not causal:
-        # One query of a full mask sees every key that was cut out for it.
+    elif not causal or decoding or (stop - start == 1 and length == stop):
         return None
-    elif stock == "sdpa" and start == 0:
-        return None
+    elif stock == "sdpa" and start == 0 and length == stop:
+        return None  # the kernel's own causal mask
     else:
         slots = torch.arange(length, device=key.device)
         rows = (slots <= torch.arange(start, stop, device=key.device)[:, None])[None, None]
@@ -334,18 +335,19 @@ def _all_positions(cache: Cache | None, new: torch.Tensor, past: int | torch.Ten
     """Positions of every slot up to now, (axes, batch, slots), and the number of slots in use."""
     total = past + new.shape[-1]
     stored = _stored(cache, new)
-    if isinstance(past, torch.Tensor):
-        if stored is None:
-            slots = torch.arange(cache_capacity(cache), device=new.device)
-            stored = (new[..., :1] - (past.to(new.device) - slots)).contiguous()
-        slots = torch.arange(new.shape[-1], device=new.device) + past.to(new.device)
-        return stored.index_copy(-1, slots, new), total
-    if past == 0:
-        return new, total
-    if stored is None or stored.shape[-1] < past:
-        # A cache filled elsewhere: count back from the first new token.
-        stored = new[..., :1] - (past - torch.arange(past, device=new.device))
-    return torch.cat((stored[..., :past], new), dim=-1), total
+    if isinstance(past, int):
+        if past and (stored is None or stored.shape[-1] < past):
+            # A cache filled elsewhere: count back from the first new token.
+            stored = new[..., :1] - (past - torch.arange(past, device=new.device))
+        positions = new if past == 0 else torch.cat((stored[..., :past], new), dim=-1)
+        spare = cache_capacity(cache) - total if cache is not None else 0
+        # A static cache will hand out its whole buffer and count in tensors from now on.
+        return (nn.functional.pad(positions, (0, spare)) if spare > 0 else positions), total
+    if stored is None:
+        slots = torch.arange(cache_capacity(cache), device=new.device)
+        stored = new[..., :1] - (past.to(new.device) - slots)
+    slots = torch.arange(new.shape[-1], device=new.device) + past.to(new.device)
+    return stored.index_copy(-1, slots, new), total
 
 
 def _stored(cache: Cache | None, new: torch.Tensor) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from . import twin
 from .families import Family, Site, Slot, UnsupportedMethodError, is_global, read_rope, unscaled_config
 from .journal import Journal
 from .methods.base import FrequencyMethod, Method, Rope
@@ -136,6 +137,8 @@ def _write_natively(family: Family, method: FrequencyMethod, ropes: Ropes, journ
             config.validate_rope()
         except (ValueError, KeyError, TypeError):
             return False
+    if not twin.describes(family):
+        return False
     for index, site in enumerate(family.sites):
         try:
             fresh = site.rebuild(site.config)

@@ -29,14 +29,17 @@ def build(owner: PreTrainedModel, config: PreTrainedConfig, attention: str | Non
         return type(owner)(config).eval()
 
 
-def align_settings(family: Family, before: PreTrainedConfig, journal: Journal) -> bool:
+def describes(family: Family) -> bool:
+    """Whether a fresh model of the configuration in force has rotary modules with the live ones' parameters; not so
+    where a family derives those of one layer from another's."""
+    fresh = rotary_sites(build(family.owner, family.config))
+    return [site.config.rope_parameters for site in fresh] == [site.config.rope_parameters for site in family.sites]
+
+
+def align_settings(family: Family, before: PreTrainedConfig, journal: Journal) -> None:
     """Bring numbers that modules derive from their configuration to what the edited one gives.
 
     The softmax scale of latent attention under YaRN is one: it is computed when the module is built.
-
-    Returns:
-        Whether a fresh model of the edited configuration describes every rotation as the live one does; not so where
-        a family derives one from another.
 
     Raises:
         UnsupportedMethodError: the edited configuration asks for weights of another shape.
@@ -55,8 +58,6 @@ def align_settings(family: Family, before: PreTrainedConfig, journal: Journal) -
             changed = isinstance(value, int | float) and value != vars(counterparts[name]).get(key)
             if changed and key in vars(live.get(name, module)) and id(live[name]) not in rotary:
                 journal.set(live[name], key, value)
-    fresh = rotary_sites(new)
-    return [site.config.rope_parameters for site in fresh] == [site.config.rope_parameters for site in family.sites]
 
 
 @dataclass
