@@ -1,0 +1,364 @@
+"""The independent judge: naive float64 code written from the papers and shared/methods.md, in double loops.
+
+Nothing here is imported from hf_posenc or from transformers' rope utilities. Angles are in radians, positions in
+tokens, `frequencies` a list of d/2 numbers (radians per token) and `factor` the absolute extension factor s.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+Frequencies = list[float]
+# (query position, key position) -> (angle per pair for the query, angle per pair for the key)
+Angle = Callable[[float, float], tuple[list[float], list[float]]]
+
+
+# --- frequencies -----------------------------------------------------------------------------------------------------
+
+
+def rope(d: int, base: float = 10000.0) -> Frequencies:
+    """base^(-2k/d) for the d/2 pairs k."""
+    return [base ** (-2 * k / d) for k in range(d // 2)]
+
+
+def pi(d: int, base: float, factor: float) -> Frequencies:
+    """Position Interpolation: all frequencies divided by the factor."""
+    return [frequency / factor for frequency in rope(d, base)]
+
+
+def ntk_base(d: int, base: float, factor: float) -> float:
+    return base * factor ** (d / (d - 2))
+
+
+def ntk(d: int, base: float, factor: float) -> Frequencies:
+    return rope(d, ntk_base(d, base, factor))
+
+
+def yarn_dimension(rotations: float, d: int, base: float, original: float) -> float:
+    """The (fractional) pair that makes `rotations` turns within the original length."""
+    return d * math.log(original / (2 * math.pi * rotations)) / (2 * math.log(base))
+
+
+def yarn_range(
+    d: int, base: float, original: float, beta_fast: float = 32, beta_slow: float = 1, truncate: bool = True
+) -> tuple[float, float]:
+    """First and last pair of the ramp, clamped to [0, d - 1]."""
+    low, high = yarn_dimension(beta_fast, d, base, original), yarn_dimension(beta_slow, d, base, original)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    return max(low, 0), min(high, d - 1)
+
+
+def ntk_by_parts(
+    d: int,
+    base: float,
+    factor: float,
+    original: float,
+    beta_fast: float = 32,
+    beta_slow: float = 1,
+    truncate: bool = True,
+) -> Frequencies:
+    """YaRN's ramp, linear in frequency: fast pairs keep their frequency, slow ones are divided by the factor."""
+    low, high = yarn_range(d, base, original, beta_fast, beta_slow, truncate)
+    if low == high:
+        high += 0.001
+    mixed = []
+    for k, frequency in enumerate(rope(d, base)):
+        kept = 1 - min(max((k - low) / (high - low), 0.0), 1.0)
+        mixed.append(frequency * kept + frequency / factor * (1 - kept))
+    return mixed
+
+
+yarn = ntk_by_parts
+
+
+def mscale_of(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def attention_factor(
+    factor: float, given: float | None = None, mscale: float | None = None, mscale_all_dim: float | None = None
+) -> float:
+    """What cos and sin are multiplied by under YaRN; mscale and mscale_all_dim count only when both are set."""
+    if given is not None:
+        return given
+    if mscale and mscale_all_dim:
+        return mscale_of(factor, mscale) / mscale_of(factor, mscale_all_dim)
+    return mscale_of(factor)
+
+
+def dynamic_ntk_base(n: float, d: int, base: float, original: float, factor: float = 1.0) -> float:
+    if n <= original:
+        return base
+    return base * (factor * n / original - (factor - 1)) ** (d / (d - 2))
+
+
+def dynamic_ntk(n: float, d: int, base: float, original: float, factor: float = 1.0) -> Frequencies:
+    """Frequencies for the current length n."""
+    return rope(d, dynamic_ntk_base(n, d, base, original, factor))
+
+
+def dynamic_yarn(n: float, d: int, base: float, original: float, **ramp) -> tuple[Frequencies, float]:
+    """(frequencies, attention factor) of YaRN with s = max(1, n / original)."""
+    factor = max(1.0, n / original)
+    return yarn(d, base, factor, original, **ramp), attention_factor(factor)
+
+
+def llama3(
+    d: int, base: float, factor: float, original: float, low_freq_factor: float = 1.0, high_freq_factor: float = 4.0
+) -> Frequencies:
+    """Llama 3.1: by wavelength, kept below original / high, divided above original / low, blended between."""
+    scaled = []
+    for frequency in rope(d, base):
+        wavelength = 2 * math.pi / frequency
+        if wavelength < original / high_freq_factor:
+            scaled.append(frequency)
+        elif wavelength > original / low_freq_factor:
+            scaled.append(frequency / factor)
+        else:
+            smooth = (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+            scaled.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return scaled
+
+
+def longrope(
+    n: float,
+    d: int,
+    base: float,
+    original: float,
+    factor: float,
+    short_factor: list[float],
+    long_factor: list[float],
+    given: float | None = None,
+) -> tuple[Frequencies, float]:
+    """(frequencies, attention factor) at length n: long factors iff n > original, the same attention factor."""
+    divisors = long_factor if n > original else short_factor
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    frequencies = [frequency / divisor for frequency, divisor in zip(rope(d, base), divisors, strict=True)]
+    return frequencies, scale if given is None else given
+
+
+def rounded_length(n: int, original: int, granularity: int = 1) -> int:
+    """n rounded up to a multiple of the granularity beyond the original length, n itself up to it."""
+    return n if n <= original else math.ceil(n / granularity) * granularity
+
+
+# --- distances of position maps --------------------------------------------------------------------------------------
+
+
+def plain_distance(i: int, j: int) -> int:
+    return i - j
+
+
+def self_extend_distance(i: int, j: int, window: int, group: int) -> int:
+    if i - j < window:
+        return i - j
+    return i // group - j // group + window - window // group
+
+
+def rerope_distance(i: int, j: int, window: int) -> int:
+    return min(i - j, window)
+
+
+def leaky_rerope_distance(i: int, j: int, window: int, scale: float) -> float:
+    return i - j if i - j < window else window + scale * (i - j - window)
+
+
+def dca_distance(i: int, j: int, chunk: int, local: int) -> int:
+    """Dual Chunk Attention: distance inside the chunk, to the previous chunk, and to any farther one."""
+    last = chunk + local - 1
+    if i // chunk == j // chunk:
+        return i - j
+    if i // chunk == j // chunk + 1:
+        return min(chunk + i % chunk, last) - j % chunk
+    return last - j % chunk
+
+
+def string_distance(i: int, j: int, shift: int, window: int) -> int:
+    return i - j if i - j < shift else i - j - shift + window
+
+
+def distance_row(distance: Callable, i: int, **parameters) -> list:
+    """Distances from query i to the keys 0...i.
+
+    >>> distance_row(self_extend_distance, 9, window=4, group=2)
+    [6, 6, 5, 5, 4, 4, 3, 2, 1, 0]
+    """
+    return [distance(i, j, **parameters) for j in range(i + 1)]
+
+
+# --- rotation and attention ------------------------------------------------------------------------------------------
+
+
+def rotate(vector: list[float], angles: list[float], pairing: str = "half", start: int = 0) -> list[float]:
+    """One head vector (dim,) with its d = 2 len(angles) dimensions from `start` on rotated, the rest untouched.
+
+    `half` pairs dimension k with k + d/2, `interleaved` pairs 2k with 2k + 1.
+    """
+    half = len(angles)
+    rotated = list(vector)
+    for k, angle in enumerate(angles):
+        first, second = (k, k + half) if pairing == "half" else (2 * k, 2 * k + 1)
+        x, y = vector[start + first], vector[start + second]
+        rotated[start + first] = x * math.cos(angle) - y * math.sin(angle)
+        rotated[start + second] = y * math.cos(angle) + x * math.sin(angle)
+    return rotated
+
+
+def by_frequencies(frequencies: Frequencies) -> Angle:
+    """Angles of an ordinary rotary encoding."""
+    return lambda i, j: ([i * frequency for frequency in frequencies], [j * frequency for frequency in frequencies])
+
+
+def by_distance(frequencies: Frequencies, distance: Callable[[int, int], float]) -> Angle:
+    """Angles of a position map: the query is turned by the mapped distance, the key not at all."""
+    return lambda i, j: ([distance(i, j) * frequency for frequency in frequencies], [0.0] * len(frequencies))
+
+
+def by_length(frequencies_of_length: Callable[[int], Frequencies]) -> Angle:
+    """Query i uses the frequencies of length i + 1 for itself and for every key."""
+    return lambda i, j: by_frequencies(frequencies_of_length(i + 1))(i, j)
+
+
+def softmax(scores: list[float]) -> list[float]:
+    top = max(scores)
+    weights = [math.exp(score - top) for score in scores]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def attention_loop(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    angle: Angle,
+    *,
+    scale: float | None = None,
+    query_positions: list[int] | None = None,
+    key_positions: list[int] | None = None,
+    pairing: str = "half",
+    start: int = 0,
+    window: int | None = None,
+    bias: Callable[[int, int, int], float] | None = None,
+) -> torch.Tensor:
+    """Causal attention of one row, pair by pair.
+
+    query (heads, n, dim), key (kv heads, m, dim) and value (kv heads, m, value dim) are raw: no rotation yet. Key j is
+    seen by query i if its position is not later and, with a window, less than `window` tokens back. `scale` defaults
+    to dim^-1/2; `bias(head, i, j)` is added to the score. Returns (heads, n, value dim) in float64.
+    """
+    query, key, value = query.double(), key.double(), value.double()
+    heads, n, dim = query.shape
+    groups = heads // key.shape[0]
+    scale = dim**-0.5 if scale is None else scale
+    query_positions = list(range(n)) if query_positions is None else query_positions
+    key_positions = list(range(key.shape[1])) if key_positions is None else key_positions
+    output = torch.zeros(heads, n, value.shape[-1], dtype=torch.float64)
+    for head in range(heads):
+        keys, values = key[head // groups].tolist(), value[head // groups]
+        queries = query[head].tolist()
+        for row, i in enumerate(query_positions):
+            seen = [c for c, j in enumerate(key_positions) if j <= i and (window is None or i - j < window)]
+            scores = []
+            for column in seen:
+                j = key_positions[column]
+                query_angles, key_angles = angle(i, j)
+                left = rotate(queries[row], query_angles, pairing, start)
+                right = rotate(keys[column], key_angles, pairing, start)
+                score = scale * sum(a * b for a, b in zip(left, right, strict=True))
+                scores.append(score + (bias(head, i, j) if bias else 0.0))
+            if seen:
+                for weight, column in zip(softmax(scores), seen, strict=True):
+                    output[head, row] += weight * values[column]
+    return output
+
+
+# --- a whole Llama ---------------------------------------------------------------------------------------------------
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return hidden / (hidden.pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * weight
+
+
+def rotate_rows(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """`rotate` with half pairing for states (heads, n, dim) and angles (n, d/2); dimensions from d on are kept."""
+    half = angles.shape[-1]
+    x, y, rest = states[..., :half], states[..., half : 2 * half], states[..., 2 * half :]
+    return torch.cat([x * angles.cos() - y * angles.sin(), y * angles.cos() + x * angles.sin(), rest], -1)
+
+
+def llama_logits(
+    model,
+    ids: torch.Tensor,
+    angle: Angle,
+    *,
+    scale: Callable[[int], float] = lambda i: 1.0,
+    positions: list[int] | None = None,
+    window: int | None = None,
+    bias: Callable[[int, int, int], float] | None = None,
+    angle_of_layer: Callable[[int], Angle] | None = None,
+) -> torch.Tensor:
+    """Logits (n, vocab) in float64 of a transformers LlamaForCausalLM for one row of ids (n,).
+
+    Only the weights and the sizes of the config are used. `scale(query position)` multiplies the scores of a query
+    (YaRN: the square of its attention factor; log-n scaling: its query scale), `angle_of_layer(l)` replaces `angle`.
+    """
+    config = model.config
+    weights = {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    n = len(ids)
+    positions = list(range(n)) if positions is None else positions
+    hidden = weights["model.embed_tokens.weight"][ids]
+    for layer in range(config.num_hidden_layers):
+        layer_angle = angle_of_layer(layer) if angle_of_layer else angle
+
+        def linear(states, name, layer=layer):
+            return states @ weights[f"model.layers.{layer}.{name}.weight"].T
+
+        normed = rms_norm(hidden, weights[f"model.layers.{layer}.input_layernorm.weight"], config.rms_norm_eps)
+        query = linear(normed, "self_attn.q_proj").view(n, heads, dim).transpose(0, 1)
+        key = linear(normed, "self_attn.k_proj").view(n, kv_heads, dim).transpose(0, 1)
+        value = linear(normed, "self_attn.v_proj").view(n, kv_heads, dim).transpose(0, 1)
+        key, value = (states.repeat_interleave(heads // kv_heads, 0) for states in (key, value))
+        attended = torch.zeros(n, heads, dim, dtype=torch.float64)
+        for row, i in enumerate(positions):
+            seen = [c for c in range(row + 1) if window is None or i - positions[c] < window]
+            pairs = [layer_angle(i, positions[column]) for column in seen]
+            query_angles = torch.tensor([pair[0] for pair in pairs], dtype=torch.float64)
+            key_angles = torch.tensor([pair[1] for pair in pairs], dtype=torch.float64)
+            # One copy of the query per key, since a position map may turn it differently for each.
+            left = rotate_rows(query[:, row : row + 1].expand(-1, len(seen), -1), query_angles)
+            right = rotate_rows(key[:, seen], key_angles)
+            scores = (left * right).sum(-1) * dim**-0.5 * scale(i)
+            if bias is not None:
+                scores = scores + torch.tensor([[bias(h, i, positions[c]) for c in seen] for h in range(heads)])
+            attended[row] = (scores.softmax(-1)[..., None] * value[:, seen]).sum(1)
+        hidden = hidden + linear(attended.reshape(n, heads * dim), "self_attn.o_proj")
+        normed = rms_norm(
+            hidden, weights[f"model.layers.{layer}.post_attention_layernorm.weight"], config.rms_norm_eps
+        )
+        gate = linear(normed, "mlp.gate_proj")
+        hidden = hidden + linear(gate * gate.sigmoid() * linear(normed, "mlp.up_proj"), "mlp.down_proj")
+    hidden = rms_norm(hidden, weights["model.norm.weight"], config.rms_norm_eps)
+    return hidden @ weights["lm_head.weight"].T
+
+
+def frequency_logits(model, ids: torch.Tensor, frequencies: Frequencies, factor: float = 1.0, **more) -> torch.Tensor:
+    """Logits of a Llama with fixed frequencies and cos, sin multiplied by an attention factor."""
+    return llama_logits(model, ids, by_frequencies(frequencies), scale=lambda i: factor**2, **more)
+
+
+def dynamic_logits(model, ids: torch.Tensor, frequencies_of_length: Callable, **more) -> torch.Tensor:
+    """Logits of a Llama where query i uses the frequencies of length i + 1 for itself and for every key.
+
+    `frequencies_of_length(n)` returns frequencies, or (frequencies, attention factor). Rounding to a granularity is
+    the caller's: `lambda n: dynamic_ntk(rounded_length(n, L, granularity), ...)`.
+    """
+
+    def parts(n: int) -> tuple[Frequencies, float]:
+        found = frequencies_of_length(n)
+        return found if isinstance(found, tuple) else (found, 1.0)
+
+    angle = by_length(lambda n: parts(n)[0])
+    return llama_logits(model, ids, angle, scale=lambda i: parts(i + 1)[1] ** 2, **more)
