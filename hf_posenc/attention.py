@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import sdpa_mask
 
 from . import twin
-from .compat import cache_capacity, given_cache
-from .families import Family, Site, Slot, UnsupportedMethodError, live_modules, unscaled_config
+from .compat import given_cache
+from .families import Family, Site, Slot, UnsupportedMethodError, live_modules
 from .functional import rotate, wide_dtype
 from .journal import Journal
 from .methods.base import LengthMethod, Rope
@@ -340,14 +340,19 @@ def _all_positions(cache: Cache | None, new: torch.Tensor, past: int | torch.Ten
             # A cache filled elsewhere: count back from the first new token.
             stored = new[..., :1] - (past - torch.arange(past, device=new.device))
         positions = new if past == 0 else torch.cat((stored[..., :past], new), dim=-1)
-        spare = cache_capacity(cache) - total if cache is not None else 0
+        spare = _capacity(cache) - total
         # A static cache will hand out its whole buffer and count in tensors from now on.
         return (nn.functional.pad(positions, (0, spare)) if spare > 0 else positions), total
     if stored is None:
-        slots = torch.arange(cache_capacity(cache), device=new.device)
+        slots = torch.arange(_capacity(cache), device=new.device)
         stored = new[..., :1] - (past.to(new.device) - slots)
     slots = torch.arange(new.shape[-1], device=new.device) + past.to(new.device)
     return stored.index_copy(-1, slots, new), total
+
+
+def _capacity(cache: Cache | None) -> int:
+    """Slots of the longest buffer of a static cache; 0 where layers grow."""
+    return max((getattr(layer, "max_cache_len", 0) for layer in getattr(cache, "layers", ())), default=0)
 
 
 def _stored(cache: Cache | None, new: torch.Tensor) -> torch.Tensor | None:
@@ -417,7 +422,7 @@ def _has_prefix_tuning(module: nn.Module) -> bool:
 
 def _pair_axes(site: Site, slot: Slot, rope: Rope) -> torch.Tensor | None:
     """Which of three position axes turns each pair, read from what the rotary module answers; None for one axis."""
-    rotary = site.rebuild(unscaled_config(site.config)).to("cpu")
+    rotary = site.plain().to("cpu")
     setattr(rotary, slot.buffer, torch.ones(rope.dim // 2))
     label = {"layer_type": slot.label} if slot.label else {}
     try:

@@ -3,13 +3,6 @@
 from transformers.cache_utils import Cache
 
 
-def cache_capacity(cache: Cache) -> int:
-    """Number of slots of a static cache. Remove when the oldest supported version has ``Cache.get_max_length``."""
-    if hasattr(cache, "get_max_length"):
-        return cache.get_max_length()
-    return cache.get_max_cache_shape()
-
-
 def given_cache(arguments: dict) -> Cache | None:
     """The cache among the arguments of a forward. Remove the old name when 5.40 is the oldest supported version."""
     cache = arguments.get("cache", arguments.get("past_key_values"))

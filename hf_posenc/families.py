@@ -24,6 +24,23 @@ class UnsupportedMethodError(ValueError):
     """A method and a model that do not fit; the text names both and what would fit."""
 
 
+class Wrapper(nn.Module):
+    """A module in place of another, ``inner``, whose attributes it shows."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("inner")
+            if inner is None:
+                raise
+            return getattr(inner, name)
+
+
 @dataclass
 class Slot:
     """One set of frequencies in a rotary module: ``label`` is a layer type, or None where all layers share it."""
@@ -66,6 +83,18 @@ class Site:
         module = type(self.module)(config=config)
         device = next(self.module.buffers()).device
         return module.to(device) if device.type != "meta" else module
+
+    def plain(self) -> nn.Module:
+        """The rotary module as it was trained, before any scaling."""
+        config = unscaled_config(self.config)
+        module = self.rebuild(config)
+        if all(getattr(module, slot.buffer).shape == getattr(self.module, slot.buffer).shape for slot in self.slots):
+            return module
+        # Some classes get the width right only in a scaled type: scale by one.
+        for slot in self.slots:
+            entry = config.rope_parameters[slot.label] if slot.label else config.rope_parameters
+            entry.update(rope_type="linear", factor=1.0)
+        return self.rebuild(config)
 
 
 @dataclass
@@ -196,19 +225,26 @@ def read_rope(site: Site, slot: Slot, plain: nn.Module) -> Rope:
     """What ``slot`` was trained with.
 
     Args:
-        plain: the rotary module rebuilt from ``unscaled_config``
+        plain: ``site.plain()``
     """
     config, entry = site.config, site.entry(slot)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not getattr(config, "max_position_embeddings", None):
+        raise UnsupportedMethodError(f"The configuration of {config.model_type} does not say how long it was trained.")
     return Rope(
         frequencies=getattr(plain, slot.buffer).to("cpu", torch.float64),
         theta=float(entry["rope_theta"]),
         length=original_length(config, entry),
         configured_length=int(config.max_position_embeddings),
-        head_dim=int(head_dim),
+        head_dim=_head_dim(config, slot),
         rope_type=unscaled(entry).get("rope_type", "default"),
         parameters=entry,
     )
+
+
+def _head_dim(config: PreTrainedConfig, slot: Slot) -> int:
+    if getattr(config, "is_heterogeneous", False) and slot.label:
+        config = config.per_layer_config[slot.label]
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def live_modules(owner: nn.Module) -> dict[str, nn.Module]:

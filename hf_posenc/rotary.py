@@ -7,20 +7,19 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from . import twin
-from .families import Family, Site, Slot, UnsupportedMethodError, is_global, read_rope, unscaled_config
+from .families import Family, Site, Slot, UnsupportedMethodError, Wrapper, is_global, read_rope
 from .journal import Journal
 from .methods.base import FrequencyMethod, Method, Rope
 
 
-class PatchedRotary(nn.Module):
+class PatchedRotary(Wrapper):
     """A family's own rotary module whose frequencies stay float32 when the model is cast.
 
     ``model.to(torch.bfloat16)`` rounds the frequencies of a bare rotary module, which moves far positions.
     """
 
     def __init__(self, inner: nn.Module, scheme: str):
-        super().__init__()
-        self.inner = inner
+        super().__init__(inner)
         self.scheme = scheme
 
     def forward(self, *args, **kwargs):
@@ -36,15 +35,6 @@ class PatchedRotary(nn.Module):
                 self.inner.get_submodule(owner)._buffers[leaf] = buffer.to(moved.device)
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            inner = self.__dict__.get("_modules", {}).get("inner")
-            if inner is None:
-                raise
-            return getattr(inner, name)
-
     def extra_repr(self) -> str:
         return self.scheme
 
@@ -56,7 +46,7 @@ def read_ropes(family: Family) -> Ropes:
     """The trained rotation of every global slot, by the index of its site."""
     ropes = {}
     for index, site in enumerate(family.sites):
-        plain = site.rebuild(unscaled_config(site.config))
+        plain = site.plain()
         ropes[index] = [(slot, read_rope(site, slot, plain)) for slot in site.slots if is_global(slot)]
     return ropes
 
@@ -70,7 +60,10 @@ def main_rope(family: Family, ropes: Ropes) -> Rope:
     for slots in ropes.values():
         for _, rope in slots:
             return rope
-    raise UnsupportedMethodError(f"{family.title}: all layers are windowed, there is no global rotation to change.")
+    raise UnsupportedMethodError(
+        f"The layers of {family.title} that rotate see only a window, and those that see the whole text carry no "
+        "position: no distance grows with the text, so there is nothing to scale."
+    )
 
 
 def write_frequencies(family: Family, method: FrequencyMethod, ropes: Ropes, journal: Journal) -> bool:
@@ -119,13 +112,12 @@ def fill_frequencies(
 
 def strip_scaling(family: Family, journal: Journal) -> None:
     """Take any scaling out of the configurations, in force and recorded."""
-    for config in configs(family):
-        journal.set(config, "rope_parameters", unscaled_config(config).rope_parameters)
+    for config, parameters in trained_parameters(family):
+        journal.set(config, "rope_parameters", parameters)
 
 
 def _write_natively(family: Family, method: FrequencyMethod, ropes: Ropes, journal: Journal) -> bool:
-    for config in configs(family):
-        parameters = unscaled_config(config).rope_parameters
+    for config, parameters in trained_parameters(family):
         for index, site in enumerate(family.sites):
             if site.config is config:
                 for slot, rope in ropes[index]:
@@ -137,22 +129,26 @@ def _write_natively(family: Family, method: FrequencyMethod, ropes: Ropes, journ
             config.validate_rope()
         except (ValueError, KeyError, TypeError):
             return False
-    if not twin.describes(family):
+    try:
+        modules = [site.rebuild(site.config) for site in family.sites] if twin.describes(family) else []
+    except (ValueError, KeyError, TypeError, RuntimeError):
         return False
-    for index, site in enumerate(family.sites):
-        try:
-            fresh = site.rebuild(site.config)
-        except (ValueError, KeyError, TypeError, RuntimeError):
-            return False
+    for index, (site, fresh) in enumerate(zip(family.sites, modules, strict=False)):
         if not all(_holds(fresh, slot, *method.frequencies(rope)) for slot, rope in ropes[index]):
             return False
         _install(site, fresh, method, journal)
-    return True
+    return bool(modules)
 
 
 def configs(family: Family) -> list[PreTrainedConfig]:
     """The distinct configurations of the rotary modules; a family may keep one per theta."""
     return list({id(site.config): site.config for site in family.sites}.values())
+
+
+def trained_parameters(family: Family) -> list[tuple[PreTrainedConfig, dict[str, Any]]]:
+    """Every distinct configuration of the rotary modules with a copy of its rope parameters before any scaling."""
+    plain = {id(site.config): (site.config, site.plain().config.rope_parameters) for site in family.sites}
+    return list(plain.values())
 
 
 def _holds(rotary: nn.Module, slot: Slot, frequencies: torch.Tensor, factor: float) -> bool:

@@ -13,11 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .families import Family, UnsupportedMethodError, live_modules, rotary_sites
+from .families import Family, UnsupportedMethodError, Wrapper, live_modules, rotary_sites
 from .functional import Pairing
 from .journal import Journal
 
 _MATERIALISED = 1 << 16
+# A prime that is no width of any model: a dimension of this size holds the rows of the probe.
+_ROWS = 37
+_NO_INTERFACE = (
+    "The attention of {} does not pass through transformers' attention interface; frequency methods (pi, ntk, abf, "
+    "yarn, llama3 ...) work on it, methods inside attention do not."
+)
 
 
 def build(owner: PreTrainedModel, config: PreTrainedConfig, attention: str | None = None) -> PreTrainedModel:
@@ -107,9 +113,12 @@ def plan(family: Family) -> list[Plan]:
         UnsupportedMethodError: attention that does not pass through transformers' attention interface, or that
             does more to queries and keys after the rotation than a rotation can be taken out of.
     """
-    twin = build(family.owner, family.config, attention="hf_posenc")
+    try:
+        twin = build(family.owner, family.config, attention="hf_posenc")
+    except (KeyError, ValueError):
+        raise UnsupportedMethodError(_NO_INTERFACE.format(family.title)) from None
     sources = [(index, slot) for index, site in enumerate(family.sites) for slot in site.slots]
-    rows = 2 + len(sources)
+    rows = max(_ROWS, 2 + len(sources))
     sites = rotary_sites(twin)
     if len(sites) != len(family.sites):
         raise UnsupportedMethodError(
@@ -122,7 +131,7 @@ def plan(family: Family) -> list[Plan]:
             real, rows, {slot.label: sources.index((index, slot)) for slot in site.slots}
         )
     probe = Probe()
-    with _probing(probe), torch.no_grad(), _Weightless():
+    with _probing(probe), torch.no_grad(), _Weightless(rows):
         tokens = torch.zeros(rows, 1, dtype=torch.long)
         accepted = inspect.signature(twin.forward).parameters
         optional = {"position_ids": tokens.clone(), "use_cache": False}
@@ -131,10 +140,7 @@ def plan(family: Family) -> list[Plan]:
             given["hf_posenc"] = probe
         twin(input_ids=tokens, **given)
     if not probe.records:
-        raise UnsupportedMethodError(
-            f"The attention of {family.title} does not pass through transformers' attention interface; frequency "
-            "methods (pi, ntk, abf, yarn, llama3 ...) work on it, methods inside attention do not."
-        )
+        raise UnsupportedMethodError(_NO_INTERFACE.format(family.title))
     names = {id(module): name for name, module in twin.named_modules()}
     plans: dict[str, Plan] = {}
     for module, query, key, kwargs in probe.records:
@@ -146,7 +152,7 @@ def plan(family: Family) -> list[Plan]:
 
 def _read(family: Family, name: str, query, key, kwargs: dict[str, Any], sources: int) -> Plan:
     keywords = frozenset(kwargs)
-    if "sparse_indices" in keywords:
+    if any("indices" in keyword for keyword in keywords):
         raise UnsupportedMethodError(
             f"{name} of {family.title} selects keys by an indexer with rotated keys of its own; frequency methods work "
             "on it, methods inside attention do not."
@@ -197,16 +203,15 @@ def _probing(probe: Probe):
         active_probe = None
 
 
-class _Stub(nn.Module):
+class _Stub(Wrapper):
     """Answers as a rotary module does, with the same angle for every dimension, by row."""
 
     def __init__(self, real: nn.Module, rows: int, sources: dict[str | None, int]):
-        super().__init__()
-        self.real, self.rows, self.sources = real, rows, sources
-        self.config = real.config
+        super().__init__(real)
+        self.rows, self.sources = rows, sources
 
     def forward(self, *args, **kwargs):
-        out = self.real(*args, **kwargs)
+        out = self.inner(*args, **kwargs)
         label = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
         source = self.sources[label if label in self.sources else None]
         cos, sin = torch.ones(self.rows), torch.zeros(self.rows)
@@ -226,8 +231,9 @@ class _Weightless(TorchDispatchMode):
     """Runs a model whose weights are on the meta device: what a large weight would give is noise of the right shape,
     the same in every row; small ones (norms, biases) become noise themselves."""
 
-    def __init__(self):
+    def __init__(self, rows: int):
         super().__init__()
+        self.rows = rows
         self.generator = torch.Generator().manual_seed(0)
         self.small: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -252,9 +258,8 @@ class _Weightless(TorchDispatchMode):
     def _same_rows(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.dim() == 0:
-            return self._noise(value.shape, value.dtype)
-        return self._noise((1, *value.shape[1:]), value.dtype).expand(value.shape).clone()
+        shape = tuple(1 if size == self.rows else size for size in value.shape)
+        return self._noise(shape, value.dtype).expand(value.shape).clone()
 
     def _noise(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if not dtype.is_floating_point:
