@@ -16,7 +16,6 @@ _SCALING_KEYS = {
     "type", "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",
 }  # fmt: skip
-_WINDOWED_LABELS = {"sliding_attention", "chunked_attention"}
 _WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
 
 
@@ -180,7 +179,7 @@ def is_nested(rope_parameters: dict[str, Any]) -> bool:
 def is_global(slot: Slot) -> bool:
     """Whether a slot serves layers that see the whole text. Windowed layers with frequencies of their own never meet
     a distance beyond their window, so no method touches those."""
-    return slot.label not in _WINDOWED_LABELS
+    return not (slot.label and ("sliding" in slot.label or "chunked" in slot.label))
 
 
 def unscaled(entry: dict[str, Any]) -> dict[str, Any]:

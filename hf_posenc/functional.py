@@ -40,10 +40,8 @@ def yarn_range(
     return low, high + 0.001 if low == high else high
 
 
-def yarn_keep(theta: float, dim: int, length: int, **range_options) -> torch.Tensor:
-    """Share of its own frequency that each pair keeps under YaRN, 1 for fast and 0 for slow pairs: (dim / 2,) float64."""
-    low, high = yarn_range(theta, dim, length, **range_options)
-    pairs = torch.arange(dim // 2, dtype=torch.float64)
+def yarn_keep(pairs: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Share of its own frequency that each pair keeps under YaRN, 1 for fast and 0 for slow ones: shape of ``pairs``."""
     return 1 - ((pairs - low) / (high - low)).clamp(0, 1)
 
 

@@ -138,7 +138,21 @@ def plan(family: Family) -> list[Plan]:
         given = {name: value for name, value in optional.items() if name in accepted}
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
             given["hf_posenc"] = probe
-        twin(input_ids=tokens, **given)
+        try:
+            twin(input_ids=tokens, **given)
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise UnsupportedMethodError(
+                f"What {family.title} does with positions cannot be read without its weights ({type(error).__name__}: "
+                f"{error}); frequency methods may work on it, methods inside attention do not."
+            ) from error
     if not probe.records:
         raise UnsupportedMethodError(_NO_INTERFACE.format(family.title))
     names = {id(module): name for name, module in twin.named_modules()}
@@ -238,7 +252,7 @@ class _Weightless(TorchDispatchMode):
         self.small: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        args, kwargs = tree_map(_off_meta, (args, kwargs or {}))
         if not _any_meta(args, kwargs):
             return func(*args, **kwargs)
         args, kwargs = tree_map(self._materialise, (args, kwargs))
@@ -258,17 +272,23 @@ class _Weightless(TorchDispatchMode):
     def _same_rows(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        shape = tuple(1 if size == self.rows else size for size in value.shape)
+        outer = [1 if size % self.rows == 0 else size for size in value.shape[:-1]]
+        shape = (*outer, *value.shape[-1:]) if value.shape[-1:] != (self.rows,) else (*outer, 1)
         return self._noise(shape, value.dtype).expand(value.shape).clone()
 
     def _noise(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if not dtype.is_floating_point:
-            return torch.zeros(shape, dtype=dtype)
+        if not dtype.is_floating_point:  # an index, or a scale
+            return torch.zeros(shape, dtype=dtype) if shape else torch.ones((), dtype=dtype)
         return (torch.rand(shape, generator=self.generator) + 0.5).to(dtype)
 
 
 def _any_meta(args, kwargs) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs)))
+
+
+def _off_meta(value: Any) -> Any:
+    """Activations that ask for the device of a weight stay real."""
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
 
 
 def _to_meta(value: Any) -> Any:

@@ -35,6 +35,17 @@ class Rope:
         """Number of rotated dimensions."""
         return 2 * self.frequencies.shape[-1]
 
+    @property
+    def pairs(self) -> torch.Tensor:
+        """Index k of every pair in ``theta ** (-2k / dim)``: (dim / 2,). Some models keep their pairs in another order;
+        pairs that never turn count by their place."""
+        places = torch.arange(self.dim // 2).to(self.frequencies)
+        turning = self.frequencies > 0
+        exponents = torch.where(turning, self.frequencies, 1.0).log() / -math.log(self.theta)
+        indices = exponents * self.dim / 2
+        whole = indices.round()
+        return torch.where(turning, torch.where((indices - whole).abs() < 1e-2, whole, indices), places)
+
     def moved(self, device: torch.device, dtype: torch.dtype) -> "Rope":
         """The same with its frequencies on ``device``."""
         return replace(self, frequencies=self.frequencies.to(device, dtype))

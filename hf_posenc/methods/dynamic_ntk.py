@@ -45,7 +45,7 @@ class DynamicNTK(LengthMethod):
     def turn(self, rope: Rope, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         growth = (self.factor * lengths.to(rope.frequencies) / rope.length - (self.factor - 1)).clamp(min=1)
         # theta' ** (-2k / d) is theta ** (-2k / d) times growth ** (-2k / (d - 2)).
-        exponents = torch.arange(0, rope.dim, 2).to(growth) / (rope.dim - 2)
+        exponents = 2 * rope.pairs / (rope.dim - 2)
         return rope.frequencies * (growth[..., None] ** -exponents - 1), torch.ones_like(growth)
 
 

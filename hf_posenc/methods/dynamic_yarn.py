@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..functional import yarn_attention_factor, yarn_keep
+from ..functional import yarn_attention_factor, yarn_keep, yarn_range
 from ..registry import register
 from .base import LengthMethod, Rope, Traits
 from .dynamic_ntk import require_granularity, round_up
@@ -40,7 +40,7 @@ class DynamicYaRN(LengthMethod):
         return round_up(lengths, rope, self.granularity)
 
     def turn(self, rope: Rope, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keep = yarn_keep(rope.theta, rope.dim, rope.length, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
+        keep = yarn_keep(rope.pairs, *yarn_range(rope.theta, rope.dim, rope.length, self.beta_fast, self.beta_slow))
         factors = (lengths.to(rope.frequencies) / rope.length).clamp(min=1)
-        slowed = (1 - keep.to(factors)) * (1 / factors[..., None] - 1)
+        slowed = (1 - keep) * (1 / factors[..., None] - 1)
         return rope.frequencies * slowed, yarn_attention_factor(factors)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..functional import yarn_attention_factor, yarn_keep
+from ..functional import yarn_attention_factor, yarn_keep, yarn_range
 from ..registry import register
 from .base import Extension, Rope, Traits, require_number
 
@@ -66,9 +66,8 @@ class YaRN(Extension):
 
     def frequencies(self, rope: Rope) -> tuple[torch.Tensor, float]:
         keep = yarn_keep(
-            rope.theta, rope.dim, rope.length,
-            beta_fast=self.beta_fast, beta_slow=self.beta_slow, truncate=self.truncate,
-        )  # fmt: skip
+            rope.pairs, *yarn_range(rope.theta, rope.dim, rope.length, self.beta_fast, self.beta_slow, self.truncate)
+        )
         factor = self.scale(rope)
         return rope.frequencies * keep + rope.frequencies / factor * (1 - keep), self._temperature(rope, factor)
 
