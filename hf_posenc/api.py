@@ -110,14 +110,17 @@ def methods(model: nn.Module | None = None) -> list[str]:
     """Names of all methods; with a model, of those that it can take."""
     if model is None:
         return list(registered())
-    family = locate(model)
+    try:
+        family = locate(model)
+        main_rope(family, read_ropes(family))
+    except UnsupportedMethodError:
+        return []
     names = [name for name, method in registered().items() if issubclass(method, FrequencyMethod)]
-    inside = [name for name, method in registered().items() if name not in names]
     try:
         twin.plan(family)
     except UnsupportedMethodError:
-        return sorted(names)
-    return sorted(names + inside)
+        return names
+    return list(registered())
 
 
 def restore(model: Model) -> Model:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from . import twin
 from .compat import given_cache
@@ -23,8 +23,9 @@ from .methods.base import LengthMethod, Rope
 from .rotary import Ropes
 from .twin import Plan
 
-NAME = "hf_posenc"
-STOCK = ("sdpa", "eager")
+# One name per stock implementation, since models ask for the mask by the name.
+NAMES = {"sdpa": "hf_posenc", "eager": "hf_posenc_eager"}
+_MASKS = {"sdpa": sdpa_mask, "eager": eager_mask}
 _TABLE_BUDGET = 1 << 26  # numbers; beyond it key tables are made again in every layer
 
 
@@ -114,7 +115,7 @@ def attention_forward(
     hf_posenc: Context | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The attention implementation ``hf_posenc``.
+    """The attention implementations ``hf_posenc`` and ``hf_posenc_eager``.
 
     Args:
         query: (batch, heads, query, dim)
@@ -141,11 +142,11 @@ def attention_forward(
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     length, slots = query.shape[2], key.shape[2]
-    if attention_mask is None and causal and length > 1:
+    if attention_mask is None and causal and length > 1 and layer.scheme.stock == "sdpa":
         # A static cache shows its whole buffer; the queries of a first pass see its head.
         key, value = key[:, :, :length], value[:, :, :length]
     if layer.plan.source is None:
-        mask = _stock_mask(scheme.stock, attention_mask, query, key, 0, length, causal, length == 1)
+        mask = _rows(scheme.stock, attention_mask, key, 0, length, causal, length == 1)
         return stock(module, query, key, value, mask, **kwargs)
     context = hf_posenc if hf_posenc is not None else scheme.context
     if context is None:
@@ -172,7 +173,7 @@ def _attend(module, layer: Layer, context: Context, positions, stock, query, key
             name = (plan.source, index, key.shape[2], stop)
             cos, sin = _table(context, name, source, segment, positions[..., :stop])
             keys = _turn(keys, cos, sin, plan)
-        piece = _stock_mask(scheme.stock, mask, queries, keys, segment.start, segment.stop, causal, length == 1)
+        piece = _rows(scheme.stock, mask, keys, segment.start, segment.stop, causal, length == 1)
         output, weight = stock(module, queries, keys, values, piece, **kwargs)
         outputs.append(output)
         weights.append(weight)
@@ -252,22 +253,17 @@ def stock_attention(module: nn.Module, name: str) -> Callable:
     raise UnsupportedMethodError(f"{type(module).__name__} has no eager attention function to fall back on.")
 
 
-def _stock_mask(stock: str, mask, query, key, start: int, stop: int, causal: bool, decoding: bool):
-    """The rows ``start`` to ``stop`` of the mask in the form that the stock implementation takes, or None."""
+def _rows(stock: str, mask, key, start: int, stop: int, causal: bool, decoding: bool) -> torch.Tensor | None:
+    """The rows ``start`` to ``stop`` of a mask, or None where the stock implementation needs none."""
     length = key.shape[2]
     if mask is not None:
-        rows = mask if mask.shape[2] == 1 else mask[:, :, start:stop]
-        rows = rows[..., :length]
-    elif not causal or decoding or (stop - start == 1 and length == stop):
+        return (mask if mask.shape[2] == 1 else mask[:, :, start:stop])[..., :length]
+    # Without a mask, sdpa takes the first query for the first key.
+    own = decoding or length == stop and (start == 0 or stop - start == 1)
+    if stock == "eager" or not causal or own:
         return None
-    elif stock == "sdpa" and start == 0 and length == stop:
-        return None  # the kernel's own causal mask
-    else:
-        slots = torch.arange(length, device=key.device)
-        rows = (slots <= torch.arange(start, stop, device=key.device)[:, None])[None, None]
-    if stock == "eager" and rows.dtype == torch.bool:
-        rows = torch.where(rows, torch.zeros((), dtype=query.dtype, device=query.device), torch.finfo(query.dtype).min)
-    return rows
+    slots = torch.arange(length, device=key.device)
+    return (slots <= torch.arange(start, stop, device=key.device)[:, None])[None, None]
 
 
 def before_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -307,15 +303,15 @@ def after_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any], output:
 def _keep_implementation(owner: nn.Module, scheme: Scheme) -> None:
     """A backend chosen after patching does the stock part; the scheme stays in charge."""
     chosen = owner.config._attn_implementation
-    if chosen == NAME:
+    if chosen in NAMES.values():
         return
-    if chosen not in STOCK:
+    if chosen not in NAMES:
         raise UnsupportedMethodError(
-            f"{scheme.method} runs inside attention on top of {' or '.join(STOCK)}, but the attention implementation "
+            f"{scheme.method} runs inside attention on top of {' or '.join(NAMES)}, but the attention implementation "
             f"was set to {chosen!r}: call model.set_attn_implementation('sdpa'), or hf_posenc.unpatch(model) first."
         )
     scheme.stock = chosen
-    owner.config._attn_implementation_internal = NAME
+    owner.config._attn_implementation_internal = NAMES[chosen]
 
 
 def _positions(position_ids: torch.Tensor | None, given: torch.Tensor, past: int | torch.Tensor) -> torch.Tensor:
@@ -379,9 +375,9 @@ def install(
         UnsupportedMethodError: nothing would change, or this model cannot be changed inside attention.
     """
     owner, stock = family.owner, family.config._attn_implementation
-    if stock not in STOCK:
+    if stock not in NAMES:
         raise UnsupportedMethodError(
-            f"{method} runs inside attention on top of {' or '.join(STOCK)}, but the attention implementation of "
+            f"{method} runs inside attention on top of {' or '.join(NAMES)}, but the attention implementation of "
             f"{family.title} is {stock!r}: call model.set_attn_implementation('sdpa') first."
         )
     if any(_has_prefix_tuning(module) for module in wrapper.modules()):
@@ -399,7 +395,7 @@ def install(
     if not any(plan.source in sources for plan in plans):
         raise UnsupportedMethodError(f"{method} would change no layer of {family.title}.")
     parameters = list(inspect.signature(owner.forward).parameters)
-    scheme = Scheme(method, sources, stock, parameters, all(NAME in plan.keywords for plan in plans))
+    scheme = Scheme(method, sources, stock, parameters, all("hf_posenc" in plan.keywords for plan in plans))
     journal.set(owner, "_hf_posenc", scheme)
     changed_configs = {id(owner.config): owner.config}
     for plan in plans:
@@ -409,7 +405,7 @@ def install(
         )
         changed_configs[id(module.config)] = module.config
     for config in changed_configs.values():
-        journal.set(config, "_attn_implementation_internal", NAME)
+        journal.set(config, "_attn_implementation_internal", NAMES[stock])
     journal.before_forward(owner, before_forward)
     journal.after_forward(owner, after_forward)
 
@@ -440,5 +436,6 @@ def _pair_axes(site: Site, slot: Slot, rope: Rope) -> torch.Tensor | None:
     return pairs.round().long() - 1
 
 
-AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+for _stock, _name in NAMES.items():
+    AttentionInterface.register(_name, attention_forward)
+    AttentionMaskInterface.register(_name, _MASKS[_stock])

@@ -71,7 +71,7 @@ def without_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
     for part in (config, text):
         for name in ("hf_posenc", "attn_implementation"):
             vars(part).pop(name, None)
-        if part._attn_implementation == "hf_posenc":
+        if str(part._attn_implementation).startswith("hf_posenc"):
             part._attn_implementation = None
     return config
 
@@ -133,7 +133,7 @@ def read_sidecar(folder: str | Path) -> dict[str, Any] | None:
         return None
     try:
         entry = json.loads(path.read_text())
-        entry["method"], entry["original"]  # noqa: B018
+        entry["method"], entry["original"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} does not hold a scheme ({error}): save the adapter again.") from error
     return entry

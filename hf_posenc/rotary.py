@@ -107,6 +107,11 @@ def fill_frequencies(
             buffer.copy_(frequencies)
             if hasattr(fresh, slot.scaling):
                 setattr(fresh, slot.scaling, factor)
+            if not _obeys(fresh, slot, frequencies, factor):
+                raise UnsupportedMethodError(
+                    f"The rotary module of {family.title} does not turn by the frequencies it holds, and transformers "
+                    f"has no key for {method} on it."
+                )
         _install(site, fresh, method, journal)
 
 
@@ -160,6 +165,27 @@ def _holds(rotary: nn.Module, slot: Slot, frequencies: torch.Tensor, factor: flo
         and torch.allclose(built.to("cpu", torch.float64), frequencies, rtol=1e-5, atol=1e-12)
         and abs(getattr(rotary, slot.scaling, 1.0) - factor) < 1e-6
     )
+
+
+def _obeys(rotary: nn.Module, slot: Slot, frequencies: torch.Tensor, factor: float) -> bool:
+    """Whether a rotary module answers with the cosines of ``frequencies`` at position 1."""
+    device = getattr(rotary, slot.buffer).device
+    if device.type == "meta":
+        return True
+    label = {"layer_type": slot.label} if slot.label else {}
+    answer = None
+    for shape in ((1, 1), (3, 1, 1)):  # one position axis, or the three of images and video
+        try:
+            answer = rotary(torch.zeros(1, 1, 1, device=device), torch.ones(shape, device=device).long(), **label)
+            break
+        except (RuntimeError, IndexError, ValueError):
+            continue
+    if answer is None:
+        return False
+    parts = [answer.real] if isinstance(answer, torch.Tensor) else list(answer)
+    expected = (frequencies.cos() * factor).float()
+    distances = [(part.flatten().float().cpu()[:, None] - expected).abs().amin(0).max() for part in parts]
+    return bool(min(distances) < 1e-4)
 
 
 def _install(site: Site, fresh: nn.Module, method: Method, journal: Journal) -> None:

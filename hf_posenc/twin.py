@@ -92,29 +92,31 @@ class Plan:
 class Probe:
     """Collects what arrives at the attention function while a twin runs."""
 
-    records: list[tuple[nn.Module, torch.Tensor, torch.Tensor, dict[str, Any]]] = field(default_factory=list)
+    records: list[tuple[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]] = field(
+        default_factory=list
+    )
 
     def attend(self, module, query, key, value, attention_mask, **kwargs):
-        self.records.append((module, query.detach(), key.detach(), kwargs))
+        self.records.append((module, query.detach(), key.detach(), value.detach(), kwargs))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 active_probe: Probe | None = None
 
 
-def plan(family: Family) -> list[Plan]:
+def plan(family: Family, attention: str = "hf_posenc") -> list[Plan]:
     """Read from one forward of a twin which dimensions every attention module turns, how, and by which frequencies.
 
     One token goes through in several rows at once. The rotary modules answer (cos, sin) = (1, 0) in row 0, (0, 0) in
     row 1, and in every further row (0, 1) for one set of frequencies and (1, 0) for the others; differences between
-    the rows of what arrives at the attention function tell the rest.
+    the rows of what arrives at the attention function, registered as ``attention``, tell the rest.
 
     Raises:
         UnsupportedMethodError: attention that does not pass through transformers' attention interface, or that
             does more to queries and keys after the rotation than a rotation can be taken out of.
     """
     try:
-        twin = build(family.owner, family.config, attention="hf_posenc")
+        twin = build(family.owner, family.config, attention=attention)
     except (KeyError, ValueError):
         raise UnsupportedMethodError(_NO_INTERFACE.format(family.title)) from None
     sources = [(index, slot) for index, site in enumerate(family.sites) for slot in site.slots]
@@ -157,8 +159,14 @@ def plan(family: Family) -> list[Plan]:
         raise UnsupportedMethodError(_NO_INTERFACE.format(family.title))
     names = {id(module): name for name, module in twin.named_modules()}
     plans: dict[str, Plan] = {}
-    for module, query, key, kwargs in probe.records:
-        found = _read(family, names[id(module)], query, key, kwargs, len(sources))
+    for module, query, key, value, kwargs in probe.records:
+        name = names[id(module)]
+        if not torch.equal(value[0], value[1]):
+            raise UnsupportedMethodError(
+                f"{name} of {family.title} turns values along with keys; frequency methods work on it, methods inside "
+                "attention do not."
+            )
+        found = _read(family, name, query, key, kwargs, len(sources))
         if plans.setdefault(found.name, found) != found:
             raise UnsupportedMethodError(f"{found.name} of {family.title} uses two different rotations.")
     return list(plans.values())

@@ -78,7 +78,7 @@ def hand_edited(config, text: str, rotated: dict[str | None, int]):
 
 def frequency_verdict(model_type: str) -> str:
     """ "ok", "ok, not ..." or the reason of the refusal."""
-    failures, own = [], []
+    failures, own, refused = [], [], {}
     model = tiny.tiny_model(model_type)
     ids = tiny.tokens(1, 50)
     with torch.no_grad():
@@ -89,7 +89,8 @@ def frequency_verdict(model_type: str) -> str:
             try:
                 hf_posenc.patch(model, text)
             except ValueError as error:
-                return f"refused: {error}"
+                refused[text.partition(":")[0]] = str(error)
+                continue
             ours = model(ids, use_cache=False).logits
             native = getattr(model.config, "attn_implementation", None) is None
             hf_posenc.unpatch(model)
@@ -103,10 +104,13 @@ def frequency_verdict(model_type: str) -> str:
             fresh.load_state_dict(model.state_dict())
             difference = (fresh(ids, use_cache=False).logits - ours).abs().max().item()
             # Tables in float64 and in float32 differ by rounding.
-            if not difference <= (TOLERANCE if native else 5 * TOLERANCE):
+            if not difference <= (TOLERANCE if native else 20 * TOLERANCE):
                 failures.append(f"{text}: differs by {difference:.1e}")
             elif torch.equal(ours, stock) and not scaled(model.config):
                 failures.append(f"{text}: changes nothing")
+    if len(refused) == len(SPECS):
+        return f"refused: {refused['pi']}"
+    failures += [f"{name} refused: {reason}" for name, reason in refused.items()]
     if failures:
         return "; ".join(failures)
     return "ok" + (f" ({', '.join(own)} not in transformers' own keys)" if own else "")
@@ -166,7 +170,7 @@ def attention_verdict(model_type: str) -> str:
         try:
             static = StaticCache(config=model.config, max_cache_len=96)
             measured["static"] = (stepwise(model, long, static) - whole)[:, -60:].abs().max()
-        except (ValueError, NotImplementedError, AttributeError):
+        except (ValueError, NotImplementedError, AttributeError, KeyError):
             pass
         hf_posenc.unpatch(model)
         if (whole - model(long).logits).abs().max() < 1e-3:
