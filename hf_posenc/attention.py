@@ -14,8 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from . import twin
-from .compat import given_cache
+from . import compat, twin
 from .families import Family, Site, Slot, UnsupportedMethodError, live_modules
 from .functional import rotate, wide_dtype
 from .journal import Journal
@@ -274,7 +273,7 @@ def before_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     given = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
     if given is None:
         return args, kwargs  # the model itself says what is missing
-    cache = given_cache(named)
+    cache = compat.given_cache(named)
     past = cache.get_seq_length() if cache is not None else 0
     mask = named.get("attention_mask")
     if named.get("position_ids") is None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
@@ -427,6 +426,8 @@ def _pair_axes(site: Site, slot: Slot, rope: Rope) -> torch.Tensor | None:
         cos, _ = rotary(torch.zeros(1, 1, 1), axes, **label)
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None
+    if cos.dim() == 4 and "mrope_section" in rope.parameters:
+        return compat.contiguous_axes(rope.parameters["mrope_section"])
     if cos.dim() != 3 or cos.shape[0] != 1:
         return None
     scaling = getattr(rotary, slot.scaling, 1.0)

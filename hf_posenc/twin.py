@@ -245,8 +245,9 @@ class _Stub(Wrapper):
         return tuple(self._fill(part, sin if not part.any() else cos) for part in out)
 
     def _fill(self, like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        shape = (self.rows, *like.shape[1:])
-        return values.view(-1, *[1] * (like.dim() - 1)).expand(shape).to(like.dtype).clone()
+        """Answer in the shape ``(..., batch, length, dim)`` of ``like``."""
+        shape = (*like.shape[:-3], self.rows, *like.shape[-2:])
+        return values.view(-1, 1, 1).expand(shape).to(like.dtype).clone()
 
 
 class _Weightless(TorchDispatchMode):

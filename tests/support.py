@@ -9,6 +9,7 @@ one pass and token by token, with dynamic and static caches and with left paddin
 """
 
 import copy
+import inspect
 import sys
 import warnings
 from collections import Counter
@@ -19,7 +20,7 @@ import reference
 import tiny
 import torch
 import transformers
-from transformers import StaticCache
+from transformers import LlamaModel, StaticCache
 
 import hf_posenc
 from hf_posenc.families import is_nested, locate
@@ -44,6 +45,8 @@ FORMULAS = {
     "llama3:factor=4": lambda theta, dim: (reference.llama3(dim, theta, 4, tiny.LENGTH), 1.0),
 }  # fmt: skip
 TOLERANCE = 1e-5
+# transformers before 5.24 knows the cache by another name.
+CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 
 
 @dataclass
@@ -193,11 +196,11 @@ def attention_verdict(model_type: str) -> str:
 
 def stepwise(model, ids, cache):
     """Logits of a text read 40 tokens at first, then one by one: (1, length, vocab)."""
-    out = model(ids[:, :40], **({"cache": cache} if cache is not None else {"use_cache": True}))
+    out = model(ids[:, :40], **({CACHE: cache} if cache is not None else {"use_cache": True}))
     pieces = [out.logits]
     cache = out.get("cache", out.get("past_key_values"))
     for index in range(40, ids.shape[1]):
-        pieces.append(model(ids[:, index : index + 1], cache=cache).logits)
+        pieces.append(model(ids[:, index : index + 1], **{CACHE: cache}).logits)
     return torch.cat(pieces, dim=1)
 
 
