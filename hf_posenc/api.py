@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import attention, persistence, twin
-from .families import Family, UnsupportedMethodError, locate, with_rope
+from .families import Family, UnsupportedMethodError, locate, text_config_of
 from .journal import Journal
 from .methods.base import FrequencyMethod, LengthMethod, Method
 from .registry import create, registered
@@ -51,20 +51,26 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
         TypeError: no transformers model, or a parameter of the wrong type.
     """
     chosen = create(method, **parameters)
-    root = locate(model).root
+    root = _root(model, chosen)
     previous = _patch_of(root)
     if previous is not None:
         previous.journal.revert()
-    journal, detached = Journal(), _detach_configs(model) if previous is None else []
+    detached = _detach_configs(model) if previous is None else []
+    base, journal = Journal(), Journal()
     try:
+        # A scheme that only the configuration knows, after a plain load, counts as one in force.
+        _forget_record(locate(model), base)
         applied = _apply(model, chosen, tokenizer, journal)
         journal.set(root, "_hf_posenc_patch", Patch(applied, journal))
-    except BaseException:
+    except BaseException as error:
         journal.revert()
+        base.revert()
         for module, name, config in detached:
             setattr(module, name, config)
         if previous is not None:
             previous.journal.replay()
+        if isinstance(error, UnsupportedMethodError):
+            raise _refusal(model, chosen, error) from error
         raise
     return model
 
@@ -129,24 +135,13 @@ def restore(model: Model) -> Model:
     Raises:
         ValueError: the configuration records none.
     """
-    family = locate(model)
-    entry = persistence.recorded(family.root.config)
+    root = locate(model).root
+    if _patch_of(root) is not None:
+        return model
+    entry = persistence.recorded(root.config)
     if entry is None:
         raise ValueError("config.hf_posenc is not there: this model was not saved with a scheme.")
-    if _patch_of(family.root) is not None:
-        return model
-    plain = persistence.without_scheme(family.root.config)
-    implementation = plain._attn_implementation or "sdpa"
-    detached = _detach_configs(model)
-    try:
-        journal = Journal()
-        _revert_record(locate(model), entry, implementation, journal)
-        return patch(model, entry["method"])
-    except BaseException:
-        journal.revert()
-        for module, name, config in detached:
-            setattr(module, name, config)
-        raise
+    return patch(model, entry["method"])
 
 
 def from_pretrained(path: str | Path, **kwargs: Any) -> Any:
@@ -189,9 +184,13 @@ def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -
     rope = main_rope(family, ropes)
     method = method.fill(rope)
     before = copy.deepcopy(family.config)
-    entry = persistence.recorded(family.root.config)
-    original = entry["original"] if entry else persistence.original_of(family.config, rope.length)
+    original = persistence.original_of(family.config, rope.length)
     length = method.extended_length(rope)
+    if length is not None and length < rope.configured_length:
+        logger.warning(
+            "%s: %s reads %d tokens, but the checkpoint's own scaling, which it replaces, reads %d.",
+            family.title, method, length, rope.configured_length,
+        )  # fmt: skip
     if length is not None:
         for config in {id(config): config for config in (family.config, *configs(family))}.values():
             journal.set(config, "max_position_embeddings", length)
@@ -199,7 +198,7 @@ def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -
             journal.set(tokenizer, "model_max_length", length)
     native = _change_rotation(model, family, method, ropes, journal)
     twin.align_settings(locate(model), before, journal)
-    persistence.record(family, method, original, native, journal)
+    persistence.record(model, family, method, original, native, journal)
     logger.info(
         "%s: %s on %d rotary module(s)%s, context %s -> %s tokens.", family.title, method, len(family.sites),
         "" if native else ", which plain transformers cannot express", rope.length, length or "open",
@@ -238,19 +237,36 @@ def _check_width(family: Family, method: FrequencyMethod, ropes: Ropes) -> None:
         raise UnsupportedMethodError(f"{family.title} turns {found} dimensions whatever its configuration says.")
 
 
-def _revert_record(family: Family, entry: dict[str, Any], implementation: str, journal: Journal) -> None:
-    """Bring a model loaded with its scheme in the configuration back to what it was before the scheme."""
-    original = entry["original"]
-    before = copy.deepcopy(family.config)
-    journal.set(family.config, "rope_parameters", copy.deepcopy(original["rope_parameters"]))
-    journal.set(family.config, "max_position_embeddings", original["max_position_embeddings"])
+def _forget_record(family: Family, journal: Journal) -> None:
+    """Bring a model that was loaded with a scheme in its configuration back to what it was before the scheme."""
+    entry = persistence.recorded(family.root.config)
+    if entry is None:
+        return
+    before, plain = copy.deepcopy(family.config), text_config_of(persistence.without_scheme(family.root.config))
+    for name in ("rope_parameters", "max_position_embeddings"):
+        journal.set(family.config, name, getattr(plain, name))
     for config in {id(config): config for config in (family.root.config, family.config)}.values():
-        journal.set(config, "_attn_implementation_internal", implementation)
-        for name in ("hf_posenc", "attn_implementation"):
-            vars(config).pop(name, None)
+        journal.forget(config, "hf_posenc")
+        journal.forget(config, "attn_implementation")
+        if str(config._attn_implementation).startswith("hf_posenc"):
+            stock = family.root.get_correct_attn_implementation(None)
+            journal.set(config, "_attn_implementation_internal", stock)
     for site in family.sites:
         journal.swap(site.parent, site.name, site.rebuild(site.config))
-    twin.align_settings(locate(family.root), with_rope(before, before.rope_parameters), journal)
+    twin.align_settings(locate(family.root), before, journal)
+
+
+def _root(model: nn.Module, method: Method) -> PreTrainedModel:
+    try:
+        return locate(model).root
+    except UnsupportedMethodError as error:
+        raise _refusal(model, method, error) from error
+
+
+def _refusal(model: nn.Module, method: Method, reason: UnsupportedMethodError) -> UnsupportedMethodError:
+    able = methods(model)
+    offer = f"It can take: {', '.join(able)}." if able else "None of the methods of this version fits it."
+    return UnsupportedMethodError(f"{method.name!r} cannot be put on {type(model).__name__}: {reason} {offer}")
 
 
 def _patch_of(root: PreTrainedModel) -> Patch | None:
@@ -263,7 +279,8 @@ def _detach_configs(model: nn.Module) -> list[tuple[nn.Module, str, PreTrainedCo
     Returns:
         What was replaced, (module, attribute, configuration).
     """
-    replaced, copies = [], {}
+    replaced: list[tuple[nn.Module, str, PreTrainedConfig]] = []
+    copies: dict[int, Any] = {}
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig):

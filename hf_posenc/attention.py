@@ -14,11 +14,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from . import compat, twin
+from . import compat, positions, twin
 from .families import Family, Site, Slot, UnsupportedMethodError, live_modules
 from .functional import rotate, wide_dtype
 from .journal import Journal
 from .methods.base import LengthMethod, Rope
+from .persistence import adapters_of
+from .positions import Positions
 from .rotary import Ropes
 from .twin import Plan
 
@@ -80,29 +82,11 @@ class Segment:
 
 @dataclass
 class Context:
-    """Positions of one forward, (axes, batch, length) int64, and what is computed from them.
+    """What one forward hands down to its attention: positions, and what is computed from them once for all layers."""
 
-    ``keys`` are those of all slots of the cache up to now; ``total`` is their number, a tensor for static caches.
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    total: int | torch.Tensor
+    positions: Positions
     segments: dict[int, list[Segment]] = field(default_factory=dict)
     tables: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-    def key_positions(self, length: int) -> torch.Tensor:
-        """Positions of the last ``length`` slots, or of a static buffer of that size: (axes, batch, length)."""
-        capacity = self.keys.shape[-1]
-        if isinstance(self.total, int):
-            start = max(self.total - length, 0)
-            if start + length <= capacity:
-                return self.keys[..., start : start + length]
-            slots = torch.arange(start, start + length, device=self.keys.device)
-        else:
-            start = (self.total.to(self.keys.device) - length).clamp(min=0)
-            slots = torch.arange(length, device=self.keys.device) + start
-        return self.keys[..., slots.clamp(max=capacity - 1)]
 
 
 def attention_forward(
@@ -150,27 +134,38 @@ def attention_forward(
     context = hf_posenc if hf_posenc is not None else scheme.context
     if context is None:
         raise RuntimeError("Positions did not reach attention: call the model itself, not one of its layers.")
-    positions = context.key_positions(slots)[..., : key.shape[2]]
-    return _attend(module, layer, context, positions, stock, query, key, value, attention_mask, causal, kwargs)
+    places = context.positions.of_keys(slots)[..., : key.shape[2]]
+    return _attend(module, layer, context, places, stock, query, key, value, attention_mask, causal, kwargs)
 
 
-def _attend(module, layer: Layer, context: Context, positions, stock, query, key, value, mask, causal: bool, kwargs):
-    """One stock call per segment, queries and keys turned by what is left to turn."""
+def _attend(module, layer: Layer, context: Context, places, stock, query, key, value, mask, causal: bool, kwargs):
+    """One stock call per segment, queries and keys turned by what is left to turn.
+
+    Args:
+        places: positions of the keys, (axes, batch, key)
+    """
     scheme, plan, length = layer.scheme, layer.plan, query.shape[2]
+    assert plan.source is not None
     source = scheme.sources[plan.source]
     # Later keys than a query's own need no turning, unless buffers are static or weights are wanted whole.
     ahead = key.shape[2] - length
-    trim = causal and scheme.stock != "eager" and isinstance(context.total, int) and ahead >= 0
+    trim = causal and scheme.stock != "eager" and isinstance(context.positions.total, int) and ahead >= 0
     outputs, weights = [], []
     segments = _segments(scheme, context, plan.source)
     for index, segment in enumerate(segments):
         stop = ahead + segment.stop if trim else key.shape[2]
         queries, keys, values = query[:, :, segment.start : segment.stop], key[:, :, :stop], value[:, :, :stop]
         if segment.frequencies is not None:
-            cos, sin = _table(context, (plan.source, index, "query"), source, segment, _part(context.queries, segment))
+            cos, sin = _table(
+                context,
+                (plan.source, index, "query"),
+                source,
+                segment,
+                context.positions.queries[..., segment.start : segment.stop],
+            )
             queries = _turn(queries, cos, sin, plan)
             name = (plan.source, index, key.shape[2], stop)
-            cos, sin = _table(context, name, source, segment, positions[..., :stop])
+            cos, sin = _table(context, name, source, segment, places[..., :stop])
             keys = _turn(keys, cos, sin, plan)
         piece = _rows(scheme.stock, mask, keys, segment.start, segment.stop, causal, length == 1)
         output, weight = stock(module, queries, keys, values, piece, **kwargs)
@@ -186,7 +181,7 @@ def _segments(scheme: Scheme, context: Context, index: int) -> list[Segment]:
     """Cut the queries wherever any row changes its frequencies."""
     if index not in context.segments:
         rope = scheme.sources[index].rope
-        lengths = context.queries.amax(0) + 1  # (batch, query)
+        lengths = context.positions.queries.amax(0) + 1  # (batch, query)
         groups = scheme.method.group(lengths, rope)
         cuts, turned = [0, lengths.shape[1]], [True]
         if lengths.shape[1] > 1 or not torch.compiler.is_compiling():
@@ -209,10 +204,6 @@ def _segment(method: LengthMethod, rope: Rope, start: int, stop: int, lengths: t
     # Rows still within the trained length turn by nothing.
     beyond = lengths > rope.length
     return Segment(start, stop, frequencies * beyond[:, None], torch.where(beyond, factor, 1.0))
-
-
-def _part(positions: torch.Tensor, segment: Segment) -> torch.Tensor:
-    return positions[..., segment.start : segment.stop]
 
 
 def _table(context: Context, name: tuple, source: Source, segment: Segment, positions: torch.Tensor):
@@ -258,7 +249,7 @@ def _rows(stock: str, mask, key, start: int, stop: int, causal: bool, decoding: 
     if mask is not None:
         return (mask if mask.shape[2] == 1 else mask[:, :, start:stop])[..., :length]
     # Without a mask, sdpa takes the first query for the first key.
-    own = decoding or length == stop and (start == 0 or stop - start == 1)
+    own = decoding or (length == stop and (start == 0 or stop - start == 1))
     if stock == "eager" or not causal or own:
         return None
     slots = torch.arange(length, device=key.device)
@@ -270,22 +261,13 @@ def before_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     scheme: Scheme = vars(owner)["_hf_posenc"]
     _keep_implementation(owner, scheme)
     named = {**dict(zip(scheme.parameters, args, strict=False)), **kwargs}
-    given = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
-    if given is None:
+    found = positions.read(named)
+    if found is None:
         return args, kwargs  # the model itself says what is missing
-    cache = compat.given_cache(named)
-    past = cache.get_seq_length() if cache is not None else 0
-    mask = named.get("attention_mask")
-    if named.get("position_ids") is None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        named["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -given.shape[1] :]
-    positions = _positions(named.get("position_ids"), given, past)
-    context = Context(positions, *_all_positions(cache, positions, past))
-    if cache is not None:
-        cache._hf_posenc_positions = context.keys
     if scheme.forwards:
-        named["hf_posenc"] = context
+        named["hf_posenc"] = Context(found)
     else:
-        scheme.context = context
+        scheme.context = Context(found)
     return (), named
 
 
@@ -296,12 +278,13 @@ def after_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any], output:
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
     for value in values:
         if isinstance(value, Cache) and context is not None:
-            value._hf_posenc_positions = context.keys
+            context.positions.remember(value)
 
 
 def _keep_implementation(owner: nn.Module, scheme: Scheme) -> None:
     """A backend chosen after patching does the stock part; the scheme stays in charge."""
-    chosen = owner.config._attn_implementation
+    config: Any = owner.config
+    chosen = config._attn_implementation
     if chosen in NAMES.values():
         return
     if chosen not in NAMES:
@@ -310,55 +293,7 @@ def _keep_implementation(owner: nn.Module, scheme: Scheme) -> None:
             f"was set to {chosen!r}: call model.set_attn_implementation('sdpa'), or hf_posenc.unpatch(model) first."
         )
     scheme.stock = chosen
-    owner.config._attn_implementation_internal = NAMES[chosen]
-
-
-def _positions(position_ids: torch.Tensor | None, given: torch.Tensor, past: int | torch.Tensor) -> torch.Tensor:
-    """Positions of the new tokens, (axes, batch, length)."""
-    batch, length = given.shape[:2]
-    if position_ids is None:
-        positions = (torch.arange(length, device=given.device) + past).view(1, 1, length)
-    elif position_ids.dim() == 3:
-        # (3 or 4, batch, length): a fourth row, put first, holds plain text positions.
-        positions = position_ids[-3:] if position_ids.shape[0] == 4 else position_ids
-    else:
-        positions = position_ids.view(1, -1, length)
-    return positions.to(given.device).expand(-1, batch, -1)
-
-
-def _all_positions(cache: Cache | None, new: torch.Tensor, past: int | torch.Tensor):
-    """Positions of every slot up to now, (axes, batch, slots), and the number of slots in use."""
-    total = past + new.shape[-1]
-    stored = _stored(cache, new)
-    if isinstance(past, int):
-        if past and (stored is None or stored.shape[-1] < past):
-            # A cache filled elsewhere: count back from the first new token.
-            stored = new[..., :1] - (past - torch.arange(past, device=new.device))
-        positions = new if past == 0 else torch.cat((stored[..., :past], new), dim=-1)
-        spare = _capacity(cache) - total
-        # A static cache will hand out its whole buffer and count in tensors from now on.
-        return (nn.functional.pad(positions, (0, spare)) if spare > 0 else positions), total
-    if stored is None:
-        slots = torch.arange(_capacity(cache), device=new.device)
-        stored = new[..., :1] - (past.to(new.device) - slots)
-    slots = torch.arange(new.shape[-1], device=new.device) + past.to(new.device)
-    return stored.index_copy(-1, slots, new), total
-
-
-def _capacity(cache: Cache | None) -> int:
-    """Slots of the longest buffer of a static cache; 0 where layers grow."""
-    return max((getattr(layer, "max_cache_len", 0) for layer in getattr(cache, "layers", ())), default=0)
-
-
-def _stored(cache: Cache | None, new: torch.Tensor) -> torch.Tensor | None:
-    """Positions kept on the cache, brought to the batch of this forward."""
-    stored = getattr(cache, "_hf_posenc_positions", None)
-    if stored is None or stored.shape[0] != new.shape[0]:
-        return None
-    batch, wanted = stored.shape[1], new.shape[1]
-    if batch == wanted:
-        return stored
-    return stored.repeat_interleave(wanted // batch, dim=1) if wanted % batch == 0 else None
+    config._attn_implementation_internal = NAMES[chosen]
 
 
 def install(
@@ -379,7 +314,8 @@ def install(
             f"{method} runs inside attention on top of {' or '.join(NAMES)}, but the attention implementation of "
             f"{family.title} is {stock!r}: call model.set_attn_implementation('sdpa') first."
         )
-    if any(_has_prefix_tuning(module) for module in wrapper.modules()):
+    adapters = [adapter for module in wrapper.modules() for adapter in adapters_of(module)]
+    if any(str(getattr(adapter, "peft_type", "")).endswith("PREFIX_TUNING") for adapter in adapters):
         raise UnsupportedMethodError(
             f"{method} turns cached keys, and prefix tuning puts learned keys into the cache as if they were already "
             "turned: use a frequency method, or another kind of adapter."
@@ -407,12 +343,6 @@ def install(
         journal.set(config, "_attn_implementation_internal", NAMES[stock])
     journal.before_forward(owner, before_forward)
     journal.after_forward(owner, after_forward)
-
-
-def _has_prefix_tuning(module: nn.Module) -> bool:
-    adapters = vars(module).get("peft_config")
-    adapters = adapters.values() if isinstance(adapters, dict) else ()
-    return any(str(getattr(adapter, "peft_type", "")).endswith("PREFIX_TUNING") for adapter in adapters)
 
 
 def _pair_axes(site: Site, slot: Slot, rope: Rope) -> torch.Tensor | None:

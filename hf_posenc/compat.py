@@ -11,6 +11,6 @@ def given_cache(arguments: dict) -> Cache | None:
 
 
 def contiguous_axes(sections: list[int]) -> torch.Tensor:
-    """The position axis of each pair, (pairs,), where Qwen2-VL merges the axes when it applies the rotation. Remove when
-    its rotary module does so in the oldest supported version."""
+    """The position axis of each pair, (pairs,), where Qwen2-VL merges the axes when it applies the rotation. Remove
+    when its rotary module does so in the oldest supported version."""
     return torch.arange(len(sections)).repeat_interleave(torch.tensor(sections))

@@ -137,7 +137,7 @@ def locate(model: nn.Module) -> Family:
     if not owners:
         raise UnsupportedMethodError(
             f"{type(root).__name__} ({root.config.model_type}) has no rotary module with frequencies in its text "
-            "decoder, so methods that change a rotation do not apply to it. hf_posenc.methods(model) lists what does."
+            "decoder, so methods that change a rotation do not apply to it."
         )
     return Family(root, owners[0], rotary_sites(owners[0]))
 
@@ -191,15 +191,19 @@ def unscaled(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def original_length(config: PreTrainedConfig, entry: dict[str, Any]) -> int:
-    """Tokens the model was trained on before any extension that its configuration knows of."""
-    recorded = getattr(config, "hf_posenc", None) or {}
+    """Tokens the model was trained on before any extension that its configuration knows of.
+
+    A checkpoint with a linear factor and no word on its original length is taken as transformers, DeepSeek and Gemma 3
+    write it: ``max_position_embeddings`` is the length after the extension. Some old checkpoints mean the one before.
+    """
     for length in (
-        recorded.get("original", {}).get("length"),
         entry.get("original_max_position_embeddings"),
         getattr(config, "original_max_position_embeddings", None),
     ):
         if length:
             return int(length)
+    if entry.get("rope_type") == "linear":
+        return int(config.max_position_embeddings / entry["factor"])
     return int(config.max_position_embeddings)
 
 

@@ -28,7 +28,7 @@ def ntk_theta(theta: float, dim: int, factor: float) -> float:
 def yarn_range(
     theta: float, dim: int, length: int, beta_fast: float = 32, beta_slow: float = 1, truncate: bool = True
 ) -> tuple[float, float]:
-    """Pair indices between which YaRN's ramp runs: pairs turning ``beta_fast`` and ``beta_slow`` times in ``length``."""
+    """Pair indices between which YaRN's ramp runs: of pairs that turn ``beta_fast`` and ``beta_slow`` times."""
 
     def pair_of(rotations: float) -> float:
         return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -41,7 +41,7 @@ def yarn_range(
 
 
 def yarn_keep(pairs: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Share of its own frequency that each pair keeps under YaRN, 1 for fast and 0 for slow ones: shape of ``pairs``."""
+    """Share of its own frequency that each pair keeps under YaRN, 1 for fast and 0 for slow ones, as ``pairs``."""
     return 1 - ((pairs - low) / (high - low)).clamp(0, 1)
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 from . import twin
 from .api import current
@@ -21,7 +21,6 @@ from .families import (
     locate,
     read_rope,
     text_config_of,
-    unscaled_config,
 )
 from .methods.base import FrequencyMethod, LengthMethod, Method, Rope
 from .persistence import model_class, recorded, without_scheme
@@ -86,22 +85,25 @@ def inspect(
     )
 
 
-def weightless(config: PreTrainedConfig) -> Family:
-    """The text decoder of a configuration on the meta device, its rotary modules on the CPU and real.
+def weightless(config: PreTrainedConfig, whole: bool = False) -> Family:
+    """The text decoder of a configuration, or the whole model, on the meta device with real rotary modules.
 
     Raises:
         UnsupportedMethodError: it has no rotary module.
     """
     with torch.device("meta"):
         try:
-            model = AutoModel.from_config(text_config_of(config))
+            model = _whole(config) if whole else AutoModel.from_config(text_config_of(config))
         except ValueError:  # a part that no automatic class builds alone
-            whole = model_class(config)
-            model = whole.from_config(config) if hasattr(whole, "from_config") else whole(config)
-    family = locate(model)
-    for site in family.sites:
+            model = _whole(config)
+    for site in locate(model).sites:
         site.parent._modules[site.name] = type(site.module)(config=site.config)
     return locate(model)
+
+
+def _whole(config: PreTrainedConfig) -> nn.Module:
+    builder = model_class(config)
+    return builder.from_config(config) if builder is AutoModelForCausalLM else builder(config)
 
 
 def require_length(name: str, value: Any) -> None:
@@ -117,6 +119,9 @@ def look(model: Source) -> tuple[PreTrainedConfig, Family | None]:
         family = locate(model)
         return family.root.config, family
     if isinstance(model, str | Path):
+        path = Path(model).expanduser()
+        if (str(model).startswith((".", "/", "~")) or len(path.parts) > 2) and not path.is_dir():
+            raise FileNotFoundError(f"There is no folder {model}.")
         return AutoConfig.from_pretrained(model), None
     if isinstance(model, PreTrainedConfig):
         return model, None
@@ -128,7 +133,7 @@ def _layer_type(
 ) -> LayerType:
     """Args: ``live`` is the loaded model if its own buffers count; ``own`` the scheme of this package that is on."""
     site = family.sites[index]
-    rope = read_rope(site, slot, site.rebuild(unscaled_config(site.config)))
+    rope = read_rope(site, slot, site.plain())
     module = _counterpart(family, live, index) if live is not None else site.module
     in_force = Waves(_lengths(getattr(module, slot.buffer)), float(getattr(module, slot.scaling, 1.0)))
     if own is not None and is_global(slot):

@@ -24,11 +24,14 @@ class _Attribute:
     new: Any
 
     def apply(self) -> None:
-        setattr(self.owner, self.name, self.new)
+        if self.new is _Absent.ABSENT:
+            vars(self.owner).pop(self.name, None)
+        else:
+            setattr(self.owner, self.name, self.new)
 
     def revert(self) -> None:
         if self.old is _Absent.ABSENT:
-            delattr(self.owner, self.name)
+            vars(self.owner).pop(self.name, None)
         else:
             setattr(self.owner, self.name, self.old)
 
@@ -67,7 +70,7 @@ class _Hook:
 
 
 def _swap_child(owner: nn.Module, name: str, new: nn.Module) -> None:
-    leaving = owner._modules[name]
+    leaving = owner.get_submodule(name)
     device = next((buffer.device for buffer in leaving.buffers()), None)
     if device is not None and device.type != "meta":
         new.to(device)
@@ -87,9 +90,13 @@ class Journal:
         old = vars(owner).get(name, _Absent.ABSENT)
         self._do(_Attribute(owner, name, old, value))
 
+    def forget(self, owner: Any, name: str) -> None:
+        """Take an attribute away, if it is there."""
+        self._do(_Attribute(owner, name, vars(owner).get(name, _Absent.ABSENT), _Absent.ABSENT))
+
     def swap(self, owner: nn.Module, name: str, module: nn.Module) -> None:
         """Replace the submodule ``name`` of ``owner``."""
-        self._do(_Child(owner, name, owner._modules[name], module))
+        self._do(_Child(owner, name, owner.get_submodule(name), module))
 
     def before_forward(self, owner: nn.Module, function: Callable) -> None:
         """Call a module-level ``function(module, args, kwargs)`` ahead of all other forward pre-hooks."""

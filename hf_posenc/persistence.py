@@ -27,8 +27,10 @@ def original_of(config: PreTrainedConfig, length: int) -> dict[str, Any]:
     }
 
 
-def record(family: Family, method: Method, original: dict[str, Any], native: bool, journal: Journal) -> None:
-    """Write the scheme into the configuration, and into every adapter saved from now on.
+def record(
+    model: nn.Module, family: Family, method: Method, original: dict[str, Any], native: bool, journal: Journal
+) -> None:
+    """Write the scheme into the configuration, and into every adapter of ``model`` saved from now on.
 
     A scheme that plain transformers cannot express also names an attention implementation that only this package
     registers, so that a plain load stops with an error instead of dropping the scheme.
@@ -39,6 +41,8 @@ def record(family: Family, method: Method, original: dict[str, Any], native: boo
         if not native:
             journal.set(config, "attn_implementation", "hf_posenc")
     journal.before_state_dict(family.root, watch_adapters)
+    if model is not family.root:
+        _watch(model, family.root)
 
 
 def recorded(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -95,7 +99,7 @@ def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, str | N
     return model, entry["method"] if entry else None
 
 
-def model_class(config: PreTrainedConfig) -> type:
+def model_class(config: PreTrainedConfig) -> Any:
     """The class that a configuration names, or the automatic one for causal language models."""
     for name in config.architectures or ():
         if isinstance(getattr(transformers, name, None), type):
@@ -107,13 +111,23 @@ def watch_adapters(root: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Pre-hook of ``state_dict``: PEFT configurations of ``root`` write the scheme wherever they are saved.
 
     PEFT wraps a model after it was patched and tells nobody, but it takes the state dict before it saves, and leaves
-    its configurations on the model.
+    its configurations on the model. Prompt learning does neither: patch the PEFT model itself there.
     """
-    for adapter in (vars(root).get("peft_config") or {}).values():
+    _watch(root, root)
+
+
+def _watch(holder: nn.Module, root: nn.Module) -> None:
+    for adapter in adapters_of(holder):
         adapter.save_pretrained = functools.partial(_save_with_scheme, type(adapter), adapter, root)
 
 
-def _save_with_scheme(adapter_class: type, adapter: Any, root: nn.Module, folder: str, *args: Any, **kwargs: Any):
+def adapters_of(module: nn.Module) -> list[Any]:
+    """The PEFT configurations that a module holds."""
+    held = getattr(module, "peft_config", None)
+    return list(held.values()) if isinstance(held, dict) else []
+
+
+def _save_with_scheme(adapter_class: Any, adapter: Any, root: nn.Module, folder: str, *args: Any, **kwargs: Any):
     adapter_class.save_pretrained(adapter, folder, *args, **kwargs)
     entry = getattr(root.config, "hf_posenc", None)
     if entry is not None:
@@ -149,6 +163,6 @@ def check_base(entry: dict[str, Any], config: PreTrainedConfig, folder: str | Pa
     found = original_of(text, entry["original"].get("length"))
     if json.loads(json.dumps(found)) != entry["original"]:
         raise ValueError(
-            f"The adapter in {folder} was saved with {entry['method']!r} over a base with {entry['original']}, but this "
-            f"base has {found}: give the base model it was trained on."
+            f"The adapter in {folder} was saved with {entry['method']!r} over a base with {entry['original']}, but "
+            f"this base has {found}: give the base model it was trained on."
         )

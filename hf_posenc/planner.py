@@ -1,13 +1,13 @@
 """Which method fits a target length: ``plan``. ``inspect``, on which to judge it, is in inspection.py."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .api import methods
 from .inspection import Layers, Source, inspect, look, measure, remarks, require_length, weightless
 from .methods import NTK, PI, DynamicNTK, DynamicYaRN, Llama3, LongRoPE, Method, YaRN
-from .methods.base import Rope
+from .methods.base import LengthMethod, Rope
 from .persistence import without_scheme
 from .registry import registered
 from .rotary import main_rope, read_ropes
@@ -72,8 +72,10 @@ def plan(model: Source, target_length: int) -> list[Suggestion]:
     able = set(methods(family.root))
     found = [_suggest(method, rope, target_length) for name, method in registered().items() if name in able]
     ranked = sorted((one for one in found if one is not None), key=lambda one: one[0])
-    notes = f"{_carried(rope)} {notes}"
-    return [Suggestion(method, f"{reason} {notes}".strip()) for _, method, reason in ranked]
+    suggestions = [Suggestion(method, reason) for _, method, reason in ranked]
+    if notes and suggestions:
+        suggestions[0] = replace(suggestions[0], reason=f"{suggestions[0].reason} {notes}")
+    return suggestions
 
 
 def _all_windowed(layers: dict[int | None, Layers]) -> bool:
@@ -81,41 +83,44 @@ def _all_windowed(layers: dict[int | None, Layers]) -> bool:
     return bool(turning) and all(found.window is not None for found in turning)
 
 
-def _carried(rope: Rope) -> str:
-    """What to know about a scaling that the checkpoint came with."""
-    kind, factor = rope.parameters.get("rope_type"), rope.parameters.get("factor")
-    if kind == "linear" and rope.length == rope.configured_length:
-        return (
-            f"Caution: the configuration carries a linear factor of {factor:g} without saying from which length; "
-            f"{rope.length} is assumed, and the methods replace that factor."
-        )
-    return f"The methods replace the checkpoint's own {kind} scaling." if kind in _CARRIED else ""
-
-
 Found = tuple[float, Method, str]
 """Rank from 0 (best) to 100, method, reason."""
 
 
 def _suggest(method: type[Method], rope: Rope, target_length: int) -> Found | None:
-    if _CARRIED.get(rope.parameters.get("rope_type", "default")) is method:
+    kind = rope.parameters.get("rope_type", "default")
+    if _TUNED.get(kind) is method:
         return _carry_on(method, rope, target_length)
+    found = None
     if hasattr(method, "suggest"):  # a method file speaks for itself
-        return method.suggest(rope, target_length)
-    return _SUGGESTIONS[method](rope, target_length) if method in _SUGGESTIONS else None
+        found = method.suggest(rope, target_length)
+    elif method in _SUGGESTIONS:
+        found = _SUGGESTIONS[method](rope, target_length)
+    if found is None or kind not in _TUNED:
+        return found
+    if issubclass(method, LengthMethod):
+        return None  # short texts would be read by frequencies that the checkpoint was tuned away from
+    rank, chosen, reason = found
+    return rank, chosen, f"{reason} It replaces the {kind} scaling that the checkpoint was tuned with."
 
 
 def _carry_on(method: type[Method], rope: Rope, target_length: int) -> Found:
     """The scaling that the checkpoint was tuned with, by a larger factor."""
     shape = ("beta_fast", "beta_slow", "truncate", "low_freq_factor", "high_freq_factor")
-    known = {key: value for key, value in rope.parameters.items() if key in shape and key in method.parameter_names()}
+    known = {key: rope.parameters.get(key) for key in shape if key in method.parameter_names()}
+    known = {key: value for key, value in known.items() if value is not None}
     factor = target_length / rope.length
     chosen = LongRoPE(factor=factor) if method is LongRoPE else _extend(method, rope, target_length, **known)
-    return (
-        0,
-        chosen,
+    reason = (
         f"The kind of scaling that the checkpoint was tuned with, now {factor:g} times its original {rope.length} "
-        "tokens. Expect losses beyond the length it was tuned for.",
+        "tokens. Expect losses beyond the length it was tuned for."
     )
+    if method is PI and rope.length == rope.configured_length:
+        reason += (
+            f" Caution: the configuration does not say from which length its own factor {rope.parameters['factor']:g} "
+            f"counts; {rope.length} is assumed."
+        )
+    return 0, chosen, reason
 
 
 def _extend(method: Callable[..., Method], rope: Rope, target_length: int, **parameters: Any) -> Method:
@@ -133,7 +138,7 @@ def _yarn(rope: Rope, target_length: int) -> Found:
         10 if moderate else 30,
         _extend(YaRN, rope, target_length),
         f"Fast pairs stay, slow ones are interpolated {factor:g} times, attention is tempered. {cost} Stock kernels, "
-        "and transformers, vLLM and llama.cpp know it. It changes short texts too.",
+        "and most serving engines know it. It changes short texts too.",
     )
 
 
@@ -180,7 +185,7 @@ def _llama3(rope: Rope, target_length: int) -> Found:
     )
 
 
-_CARRIED: dict[str, type[Method]] = {"yarn": YaRN, "llama3": Llama3, "linear": PI, "longrope": LongRoPE}
+_TUNED: dict[str, type[Method]] = {"yarn": YaRN, "llama3": Llama3, "linear": PI, "longrope": LongRoPE}
 _SUGGESTIONS: dict[type[Method], Callable[[Rope, int], Found]] = {
     YaRN: _yarn, DynamicYaRN: _dynamic_yarn, DynamicNTK: _dynamic_ntk, NTK: _ntk, PI: _pi, Llama3: _llama3,
 }  # fmt: skip

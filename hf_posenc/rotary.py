@@ -99,8 +99,8 @@ def fill_frequencies(
             buffer = getattr(fresh, slot.buffer)
             if buffer.shape != frequencies.shape:
                 raise UnsupportedMethodError(
-                    f"{method} turns {2 * len(frequencies)} dimensions, but the rotary module of {family.title} always "
-                    f"turns {2 * len(buffer)}."
+                    f"{method} turns {2 * len(frequencies)} dimensions, but the rotary module of {family.title} "
+                    f"always turns {2 * len(buffer)}."
                 )
             if factor != 1.0 and not hasattr(fresh, slot.scaling):
                 raise UnsupportedMethodError(f"{family.title} has no place for the attention factor of {method}.")
@@ -152,7 +152,10 @@ def configs(family: Family) -> list[PreTrainedConfig]:
 
 def trained_parameters(family: Family) -> list[tuple[PreTrainedConfig, dict[str, Any]]]:
     """Every distinct configuration of the rotary modules with a copy of its rope parameters before any scaling."""
-    plain = {id(site.config): (site.config, site.plain().config.rope_parameters) for site in family.sites}
+    plain: dict[int, tuple[PreTrainedConfig, dict[str, Any]]] = {}
+    for site in family.sites:
+        module: Any = site.plain()
+        plain[id(site.config)] = (site.config, module.config.rope_parameters)
     return list(plain.values())
 
 

@@ -37,8 +37,8 @@ class Rope:
 
     @property
     def pairs(self) -> torch.Tensor:
-        """Index k of every pair in ``theta ** (-2k / dim)``: (dim / 2,). Some models keep their pairs in another order;
-        pairs that never turn count by their place."""
+        """Index k of every pair in ``theta ** (-2k / dim)``: (dim / 2,). Some models keep their pairs in another
+        order; pairs that never turn count by their place."""
         places = torch.arange(self.dim // 2).to(self.frequencies)
         turning = self.frequencies > 0
         exponents = torch.where(turning, self.frequencies, 1.0).log() / -math.log(self.theta)

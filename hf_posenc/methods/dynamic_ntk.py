@@ -56,6 +56,6 @@ def require_granularity(method: Any) -> None:
 
 
 def round_up(lengths: torch.Tensor, rope: Rope, granularity: int | None) -> torch.Tensor:
-    """Lengths beyond the trained one rounded up to a multiple of ``granularity`` tokens (default L / 32), others to L."""
+    """Lengths beyond the trained one L rounded up to a multiple of ``granularity`` (default L / 32), others to L."""
     step = granularity or max(1, rope.length // 32)
     return torch.where(lengths > rope.length, (lengths + step - 1) // step * step, rope.length)

@@ -63,7 +63,7 @@ class LongRoPE(FrequencyMethod, LengthMethod):
                 raise ValueError(f"'longrope' needs {name}, {rope.dim // 2} factors: this checkpoint brings none.")
             if len(values) != rope.dim // 2:
                 raise ValueError(
-                    f"{name} has {len(values)} factors, but this model rotates {rope.dim // 2} pairs: give one for each."
+                    f"{name} has {len(values)} factors, but this model rotates {rope.dim // 2} pairs: give one each."
                 )
             lists[name] = tuple(float(value) for value in values)
         return replace(

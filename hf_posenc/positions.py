@@ -1,0 +1,111 @@
+"""Where queries and keys stand: true positions of every token, whatever cache, padding or packing there is.
+
+Positions of cached keys are kept on the cache object and cut to its length first, so that gaps, crops and padding on
+either side stay exact.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from . import compat
+
+
+@dataclass
+class Positions:
+    """Positions of one forward, (axes, batch, length) int64; images and video have three axes, text one.
+
+    ``keys`` are those of all slots of the cache up to now; ``total`` is their number, a tensor for static caches.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    total: int | torch.Tensor
+
+    def of_keys(self, length: int) -> torch.Tensor:
+        """Positions of the last ``length`` slots, or of a static buffer of that size: (axes, batch, length)."""
+        capacity = self.keys.shape[-1]
+        if isinstance(self.total, int):
+            first = max(self.total - length, 0)
+            if first + length <= capacity:
+                return self.keys[..., first : first + length]
+            slots = torch.arange(first, first + length, device=self.keys.device)
+        else:
+            start = (self.total.to(self.keys.device) - length).clamp(min=0)
+            slots = torch.arange(length, device=self.keys.device) + start
+        return self.keys[..., slots.clamp(max=capacity - 1)]
+
+    def remember(self, cache: Cache) -> None:
+        """Leave the positions of all slots on the cache for the next forward."""
+        cache._hf_posenc_positions = self.keys
+
+
+def read(arguments: dict[str, Any]) -> Positions | None:
+    """Positions of the forward with these arguments; None if it brings no tokens.
+
+    A 2-D mask without ``position_ids`` gets them: a row's first real token stands at 0, wherever its padding lies.
+    """
+    tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+    if tokens is None:
+        return None
+    cache = compat.given_cache(arguments)
+    past = cache.get_seq_length() if cache is not None else 0
+    mask = arguments.get("attention_mask")
+    if arguments.get("position_ids") is None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        arguments["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    new = _new_positions(arguments.get("position_ids"), tokens, past)
+    positions = Positions(new, *_all_positions(cache, new, past))
+    if cache is not None:
+        positions.remember(cache)
+    return positions
+
+
+def _new_positions(position_ids: torch.Tensor | None, given: torch.Tensor, past: int | torch.Tensor) -> torch.Tensor:
+    """Positions of the new tokens, (axes, batch, length)."""
+    batch, length = given.shape[:2]
+    if position_ids is None:
+        positions = (torch.arange(length, device=given.device) + past).view(1, 1, length)
+    elif position_ids.dim() == 3:
+        # (3 or 4, batch, length): a fourth row, put first, holds plain text positions.
+        positions = position_ids[-3:] if position_ids.shape[0] == 4 else position_ids
+    else:
+        positions = position_ids.view(1, -1, length)
+    return positions.to(given.device).expand(-1, batch, -1)
+
+
+def _all_positions(cache: Cache | None, new: torch.Tensor, past: int | torch.Tensor):
+    """Positions of every slot up to now, (axes, batch, slots), and the number of slots in use."""
+    total = past + new.shape[-1]
+    stored = _stored(cache, new)
+    if isinstance(past, int):
+        if stored is None or stored.shape[-1] < past:
+            # A cache filled elsewhere: count back from the first new token.
+            stored = new[..., :1] - (past - torch.arange(past, device=new.device))
+        positions = torch.cat((stored[..., :past], new), dim=-1) if past else new
+        spare = _capacity(cache) - positions.shape[-1]
+        # A static cache will hand out its whole buffer and count in tensors from now on.
+        return (nn.functional.pad(positions, (0, spare)) if spare > 0 else positions), total
+    if stored is None:
+        slots = torch.arange(_capacity(cache), device=new.device)
+        stored = new[..., :1] - (past.to(new.device) - slots)
+    slots = torch.arange(new.shape[-1], device=new.device) + past.to(new.device)
+    return stored.index_copy(-1, slots, new), total
+
+
+def _capacity(cache: Cache | None) -> int:
+    """Slots of the longest buffer of a static cache; 0 where layers grow."""
+    return max((getattr(layer, "max_cache_len", 0) for layer in getattr(cache, "layers", ())), default=0)
+
+
+def _stored(cache: Cache | None, new: torch.Tensor) -> torch.Tensor | None:
+    """Positions kept on the cache, brought to the batch of this forward."""
+    stored = getattr(cache, "_hf_posenc_positions", None)
+    if stored is None or stored.shape[0] != new.shape[0]:
+        return None
+    batch, wanted = stored.shape[1], new.shape[1]
+    if batch == wanted:
+        return stored
+    return stored.repeat_interleave(wanted // batch, dim=1) if wanted % batch == 0 else None

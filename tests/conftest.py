@@ -1,0 +1,21 @@
+"""One thread, no network, and every deprecation of transformers an error."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "error::FutureWarning:transformers")
+    config.addinivalue_line("filterwarnings", "error::DeprecationWarning:transformers")
+    config.addinivalue_line("filterwarnings", "error::FutureWarning:hf_posenc")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
