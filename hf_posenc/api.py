@@ -24,10 +24,18 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass
 class Patch:
-    """What is in force on a model: kept on its root as ``_hf_posenc_patch``."""
+    """What is in force on a model: kept as ``_hf_posenc_patch`` on the module that owns the rotation."""
 
     method: Method
     journal: Journal
+    root: PreTrainedModel
+
+    def revert(self, owner: PreTrainedModel) -> None:
+        """Undo it, but leave an attention implementation that was chosen meanwhile."""
+        live = owner.config._attn_implementation
+        chosen = next((stock for stock, name in attention.NAMES.items() if name == live), live)
+        self.journal.revert()
+        owner.config._attn_implementation_internal = chosen
 
 
 def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any = None, **parameters: Any) -> Model:
@@ -37,7 +45,8 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
     refused, the model stays exactly as it was.
 
     Args:
-        model: a transformers model, or a wrapper such as PEFT's around one
+        model: a transformers model, or a wrapper such as PEFT's around one. The whole model: a configuration outside
+            of what is given is not reached, and could not be saved.
         method: ``"yarn"``, ``"yarn:factor=4"``, ``hf_posenc.YaRN(factor=4)``
         tokenizer: its ``model_max_length`` follows, so that it does not cut at the old length
         parameters: of the method, such as ``factor=4``
@@ -51,17 +60,22 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
         TypeError: no transformers model, or a parameter of the wrong type.
     """
     chosen = create(method, **parameters)
-    root = _root(model, chosen)
-    previous = _patch_of(root)
+    root, owner = _root_and_owner(model, chosen)
+    previous = _patch_of(owner)
     if previous is not None:
-        previous.journal.revert()
+        if previous.root is not root:
+            raise ValueError(
+                f"{previous.method} was put on the inner {type(previous.root).__name__} of this "
+                f"{type(root).__name__}, or the other way round: unpatch that one first, then patch the whole model."
+            )
+        previous.revert(owner)
     detached = _detach_configs(model) if previous is None else []
     base, journal = Journal(), Journal()
     try:
         # A scheme that only the configuration knows, after a plain load, counts as one in force.
         _forget_record(locate(model), base)
         applied = _apply(model, chosen, tokenizer, journal)
-        journal.set(root, "_hf_posenc_patch", Patch(applied, journal))
+        journal.set(owner, "_hf_posenc_patch", Patch(applied, journal, root))
     except BaseException as error:
         journal.revert()
         base.revert()
@@ -81,26 +95,27 @@ def unpatch(model: Model) -> Model:
     Raises:
         ValueError: no scheme is in force.
     """
-    patch_in_force = _patch_of(locate(model).root)
+    owner = locate(model).owner
+    patch_in_force = _patch_of(owner)
     if patch_in_force is None:
         raise ValueError(
             "No scheme is in force on this model. If it was saved with one, load it with hf_posenc.from_pretrained "
             "or call hf_posenc.restore(model) first."
         )
-    patch_in_force.journal.revert()
+    patch_in_force.revert(owner)
     return model
 
 
 @contextmanager
 def patched(model: Model, method: str | Method | type[Method], **parameters: Any) -> Iterator[Model]:
     """``patch`` for the length of a ``with`` block; the scheme from before, if any, comes back."""
-    root = locate(model).root
-    previous = _patch_of(root)
+    owner = locate(model).owner
+    previous = _patch_of(owner)
     patch(model, method, **parameters)
     try:
         yield model
     finally:
-        if _patch_of(root) is not None:
+        if _patch_of(owner) is not None:
             unpatch(model)
         if previous is not None:
             previous.journal.replay()
@@ -108,7 +123,7 @@ def patched(model: Model, method: str | Method | type[Method], **parameters: Any
 
 def current(model: nn.Module) -> Method | None:
     """The method in force on a model, or None."""
-    patch_in_force = _patch_of(locate(model).root)
+    patch_in_force = _patch_of(locate(model).owner)
     return patch_in_force.method if patch_in_force else None
 
 
@@ -135,10 +150,10 @@ def restore(model: Model) -> Model:
     Raises:
         ValueError: the configuration records none.
     """
-    root = locate(model).root
-    if _patch_of(root) is not None:
+    family = locate(model)
+    if _patch_of(family.owner) is not None:
         return model
-    entry = persistence.recorded(root.config)
+    entry = persistence.recorded(family.root.config)
     if entry is None:
         raise ValueError("config.hf_posenc is not there: this model was not saved with a scheme.")
     return patch(model, entry["method"])
@@ -256,9 +271,10 @@ def _forget_record(family: Family, journal: Journal) -> None:
     twin.align_settings(locate(family.root), before, journal)
 
 
-def _root(model: nn.Module, method: Method) -> PreTrainedModel:
+def _root_and_owner(model: nn.Module, method: Method) -> tuple[PreTrainedModel, PreTrainedModel]:
     try:
-        return locate(model).root
+        family = locate(model)
+        return family.root, family.owner
     except UnsupportedMethodError as error:
         raise _refusal(model, method, error) from error
 
@@ -269,8 +285,8 @@ def _refusal(model: nn.Module, method: Method, reason: UnsupportedMethodError) -
     return UnsupportedMethodError(f"{method.name!r} cannot be put on {type(model).__name__}: {reason} {offer}")
 
 
-def _patch_of(root: PreTrainedModel) -> Patch | None:
-    return vars(root).get("_hf_posenc_patch")
+def _patch_of(owner: PreTrainedModel) -> Patch | None:
+    return vars(owner).get("_hf_posenc_patch")
 
 
 def _detach_configs(model: nn.Module) -> list[tuple[nn.Module, str, PreTrainedConfig]]:
@@ -281,6 +297,11 @@ def _detach_configs(model: nn.Module) -> list[tuple[nn.Module, str, PreTrainedCo
     """
     replaced: list[tuple[nn.Module, str, PreTrainedConfig]] = []
     copies: dict[int, Any] = {}
+    family = locate(model)
+    text = text_config_of(family.root.config)
+    if family.config is not text and family.config.to_dict() == text.to_dict():
+        # Parted by a patch of the inner model that was taken off again.
+        copies[id(family.config)] = copy.deepcopy(text, copies)
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig):

@@ -51,7 +51,7 @@ class Scheme:
         stock: the attention implementation that does the work, "sdpa" or "eager"
         parameters: names of the positional parameters of the owner's forward
         forwards: whether the owner hands keyword arguments down to its attention
-        context: that of the last forward, kept only where it is not handed down
+        context: that of the last forward, kept only where it is not handed down; there it travels with the rotation
     """
 
     method: LengthMethod
@@ -281,6 +281,20 @@ def after_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any], output:
             context.positions.remember(value)
 
 
+def send_with_rotation(rotary: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    """Hook of a rotary module, where keyword arguments do not reach attention: its answer does, recomputed or not."""
+    for part in output if isinstance(output, tuple) else (output,):
+        part._hf_posenc = vars(rotary)["_hf_posenc"].context
+
+
+def take_from_rotation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Pre-hook of such an attention module: the context of the forward, or of the recomputation, that this is."""
+    for value in (*args, *kwargs.values()):
+        part = value[0] if isinstance(value, tuple) and value else value
+        if getattr(part, "_hf_posenc", None) is not None:
+            vars(module)["_hf_posenc"].scheme.context = part._hf_posenc
+
+
 def _keep_implementation(owner: nn.Module, scheme: Scheme) -> None:
     """A backend chosen after patching does the stock part; the scheme stays in charge."""
     config: Any = owner.config
@@ -343,6 +357,12 @@ def install(
         journal.set(config, "_attn_implementation_internal", NAMES[stock])
     journal.before_forward(owner, before_forward)
     journal.after_forward(owner, after_forward)
+    if not scheme.forwards:
+        for site in family.sites:
+            journal.set(site.module, "_hf_posenc", scheme)
+            journal.after_forward(site.module, send_with_rotation)
+        for plan in plans:
+            journal.before_forward(live[plan.name], take_from_rotation)
 
 
 def _pair_axes(site: Site, slot: Slot, rope: Rope) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from . import api, inspection, planner
 from .export import export, require_target
 from .methods.base import Method
-from .persistence import recorded, without_scheme
+from .persistence import recorded
 from .registry import create, registered
 
 
@@ -51,8 +51,7 @@ def methods_command(
     """List the methods, their parameters and what kind of encoding each is."""
     able = None
     if model is not None:
-        config, _ = inspection.look(model)
-        able = set(api.methods(inspection.weightless(without_scheme(config)).root))
+        able = set(api.methods(inspection.weightless(*inspection.look(model)).root))
     table = Table()
     columns = ["method", "parameters", "acts on", "position", "values", "symmetric", "monotone", "shift-invariant",
                "stock kernels", "needs training", "past trained length"]  # fmt: skip
@@ -120,7 +119,7 @@ def export_command(
     if target == "transformers":
         patched, tokenizer = api.from_pretrained(model, dtype="auto"), _tokenizer(model)
     else:  # the weights stay as they are
-        patched = inspection.weightless(without_scheme(config), whole=True).root
+        patched = inspection.weightless_whole(config).root
     api.patch(patched, chosen, tokenizer=tokenizer)
     typer.echo(str(export(patched, folder, target)))
     if tokenizer is not None:

@@ -133,7 +133,9 @@ def locate(model: nn.Module) -> Family:
     if root is None:
         raise TypeError(f"{type(model).__name__} holds no transformers model, so there is nothing to patch.")
     text_config = text_config_of(root.config)
-    owners = [owner for owner, _ in _rotary_modules(root) if owner.config is text_config]
+    # The types: a model once patched through its inner model has a configuration of its own there.
+    owners = [owner for owner, _ in _rotary_modules(root) if owner.config.model_type == text_config.model_type]
+    owners.sort(key=lambda owner: owner.config is not text_config)
     if not owners:
         raise UnsupportedMethodError(
             f"{type(root).__name__} ({root.config.model_type}) has no rotary module with frequencies in its text "

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from . import twin
 from .api import current
@@ -26,6 +26,7 @@ from .methods.base import FrequencyMethod, LengthMethod, Method, Rope
 from .persistence import model_class, recorded, without_scheme
 from .registry import create
 from .report import LayerType, Report, Waves
+from .rotary import read_ropes
 
 Source: TypeAlias = nn.Module | PreTrainedConfig | str | Path
 
@@ -65,9 +66,10 @@ def inspect(
     config, live = look(model)
     entry = recorded(config)
     own = current(live.root) if live is not None else create(entry["method"]) if entry else None
+    family = weightless(config, live)
+    read_ropes(family)  # refuses a configuration without a trained length
     configured = int(text_config_of(config).max_position_embeddings)
     context = context_length or configured
-    family = weightless(without_scheme(config))
     found = [
         _layer_type(family, index, slot, None if own else live, own, asked, context)
         for index, site in enumerate(family.sites)
@@ -85,25 +87,45 @@ def inspect(
     )
 
 
-def weightless(config: PreTrainedConfig, whole: bool = False) -> Family:
-    """The text decoder of a configuration, or the whole model, on the meta device with real rotary modules.
+def weightless(config: PreTrainedConfig, live: Family | None = None) -> Family:
+    """The text decoder of a configuration as the checkpoint was before any scheme of this package, on the meta device
+    with real rotary modules.
+
+    Args:
+        live: the loaded model that the configuration belongs to, if any
 
     Raises:
         UnsupportedMethodError: it has no rotary module.
     """
-    with torch.device("meta"):
-        try:
-            model = _whole(config) if whole else AutoModel.from_config(text_config_of(config))
-        except ValueError:  # a part that no automatic class builds alone
-            model = _whole(config)
-    for site in locate(model).sites:
-        site.parent._modules[site.name] = type(site.module)(config=site.config)
-    return locate(model)
+    text = text_config_of(without_scheme(config))
+    if live is not None:
+        return _with_real_rotation(twin.build(live.owner, text))
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(text)
+    except ValueError:  # a part that no automatic class builds alone
+        return weightless_whole(config)
+    return _with_real_rotation(model)
 
 
-def _whole(config: PreTrainedConfig) -> nn.Module:
+def weightless_whole(config: PreTrainedConfig) -> Family:
+    """The same for the whole model, as it would be loaded."""
+    config = without_scheme(config)
     builder = model_class(config)
-    return builder.from_config(config) if builder is AutoModelForCausalLM else builder(config)
+    with torch.device("meta"):
+        if builder is not AutoModelForCausalLM:
+            return _with_real_rotation(builder(config))
+        try:
+            return _with_real_rotation(AutoModelForCausalLM.from_config(config))
+        except ValueError:
+            return _with_real_rotation(AutoModelForImageTextToText.from_config(config))
+
+
+def _with_real_rotation(model: nn.Module) -> Family:
+    with torch.device("cpu"):
+        for site in locate(model).sites:
+            site.parent._modules[site.name] = type(site.module)(config=site.config)
+    return locate(model)
 
 
 def require_length(name: str, value: Any) -> None:

@@ -118,7 +118,7 @@ def watch_adapters(root: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def _watch(holder: nn.Module, root: nn.Module) -> None:
     for adapter in adapters_of(holder):
-        adapter.save_pretrained = functools.partial(_save_with_scheme, type(adapter), adapter, root)
+        adapter.save_pretrained = functools.partial(_save_with_scheme, type(adapter), adapter, root.config)
 
 
 def adapters_of(module: nn.Module) -> list[Any]:
@@ -127,9 +127,9 @@ def adapters_of(module: nn.Module) -> list[Any]:
     return list(held.values()) if isinstance(held, dict) else []
 
 
-def _save_with_scheme(adapter_class: Any, adapter: Any, root: nn.Module, folder: str, *args: Any, **kwargs: Any):
+def _save_with_scheme(adapter_class: Any, adapter: Any, config: Any, folder: str, *args: Any, **kwargs: Any):
     adapter_class.save_pretrained(adapter, folder, *args, **kwargs)
-    entry = getattr(root.config, "hf_posenc", None)
+    entry = getattr(config, "hf_posenc", None)
     if entry is not None:
         Path(folder, SIDECAR).write_text(json.dumps(entry, indent=2) + "\n")
     else:

@@ -8,7 +8,6 @@ from .api import methods
 from .inspection import Layers, Source, inspect, look, measure, remarks, require_length, weightless
 from .methods import NTK, PI, DynamicNTK, DynamicYaRN, Llama3, LongRoPE, Method, YaRN
 from .methods.base import LengthMethod, Rope
-from .persistence import without_scheme
 from .registry import registered
 from .rotary import main_rope, read_ropes
 
@@ -58,8 +57,7 @@ def plan(model: Source, target_length: int) -> list[Suggestion]:
         OSError: no such folder or hub id.
     """
     require_length("target_length", target_length)
-    config, _ = look(model)
-    family = weightless(without_scheme(config))
+    family = weightless(*look(model))
     layers, ropes = measure(family), read_ropes(family)
     notes = " ".join(remarks(layers))
     if not any(ropes.values()) or _all_windowed(layers):

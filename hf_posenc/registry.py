@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from .methods.base import Method
 
 _METHODS: dict[str, type[Method]] = {}
+# What transformers and others call them.
+_ELSEWHERE = {"linear": "pi", "position_interpolation": "pi", "dynamic": "dynamic_ntk", "su": "longrope"}
 MethodClass = TypeVar("MethodClass", bound=type[Method])
 
 
@@ -99,6 +101,7 @@ def _build(method: type[Method], parameters: dict[str, Any]) -> Method:
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    spelled = name.lower().replace("-", "_")
+    close = difflib.get_close_matches(_ELSEWHERE.get(spelled, spelled), known, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"Unknown {kind}: {name!r}.{hint} Available: {', '.join(known) or 'none'}."
