@@ -1,7 +1,9 @@
 """Change the positional encoding of a pretrained transformers model in place, in one call, and take it back."""
 
 from .api import current, from_pretrained, methods, patch, patched, restore, unpatch
+from .export import export
 from .families import UnsupportedMethodError
+from .inspection import inspect
 from .methods import (
     ABF,
     NTK,
@@ -14,6 +16,7 @@ from .methods import (
     PartialRoPE,
     YaRN,
 )
+from .planner import plan
 
 __version__ = "0.1.0"
 
@@ -30,10 +33,13 @@ __all__ = [
     "UnsupportedMethodError",
     "YaRN",
     "current",
+    "export",
     "from_pretrained",
+    "inspect",
     "methods",
     "patch",
     "patched",
+    "plan",
     "restore",
     "unpatch",
 ]

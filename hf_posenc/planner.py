@@ -113,10 +113,10 @@ def _carry_on(method: type[Method], rope: Rope, target_length: int) -> Found:
         f"The kind of scaling that the checkpoint was tuned with, now {factor:g} times its original {rope.length} "
         "tokens. Expect losses beyond the length it was tuned for."
     )
-    if method is PI and rope.length == rope.configured_length:
+    if method is PI and "original_max_position_embeddings" not in rope.parameters:
         reason += (
-            f" Caution: the configuration does not say from which length its own factor {rope.parameters['factor']:g} "
-            f"counts; {rope.length} is assumed."
+            f" Caution: max_position_embeddings={rope.configured_length} is read as the length after its own factor "
+            f"{rope.parameters['factor']:g}; some old checkpoints mean the length before."
         )
     return 0, chosen, reason
 

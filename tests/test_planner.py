@@ -285,7 +285,9 @@ def test_a_linear_factor_of_unknown_origin_is_warned_of():
     config = LlamaConfig(
         max_position_embeddings=4096, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     )
-    assert "Caution" in plan(config, 8192)[0].reason
+    found = plan(config, 8192)[0]
+    assert found.command == "pi:factor=8"
+    assert "Caution: max_position_embeddings=4096" in found.reason
 
 
 @pytest.mark.parametrize("config", [MistralConfig(sliding_window=4096), Cohere2Config()])

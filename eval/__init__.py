@@ -1,0 +1,5 @@
+"""Long-context evaluation of a model under several positional encodings: `python -m eval --help`.
+
+Every part is importable without the command line: `eval.perplexity.perplexity(model, ids, ...)`,
+`eval.passkey.passkey(model, tokenizer, ...)`, `eval.likelihood.token_losses(model, ids)`, `eval.data.text(name)`.
+"""

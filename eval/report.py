@@ -1,0 +1,157 @@
+"""Tables and plots of scores. Lengths within the trained one and beyond it stand side by side."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.table import Table
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+Scores = Sequence[dict[str, Any]]
+Curves = dict[str, Sequence[dict[str, Any]]]  # encoding: bands with low, high, tokens and loss
+
+
+def length_table(
+    title: str, scores: Scores, value: str, trained: int | None, better: str, mean: bool = False
+) -> Table:
+    """One row per encoding, one column per length; behind each value its change against the first row.
+
+    Args:
+        scores: dictionaries with `posenc`, `length`, `text` (what a cell shows) and the number `value`.
+        better: `lower` or `higher`.
+        mean: adds the mean of `value` over all lengths.
+    """
+    posencs, lengths = _distinct(scores, "posenc"), sorted(_distinct(scores, "length"))
+    table = Table(title=title, title_justify="left")
+    table.add_column("posenc", overflow="fold")
+    for length in lengths:
+        table.add_column(_column(length, trained), justify="right")
+    if mean:
+        table.add_column("mean", justify="right")
+    cells = {(score["posenc"], score["length"]): score for score in scores}
+    for posenc in posencs:
+        row = [cells[posenc, length] for length in lengths]
+        bases = [cells[posencs[0], length] for length in lengths]
+        texts = [_compared(score, base, value, better) for score, base in zip(row, bases, strict=True)]
+        table.add_row(posenc, *texts, *([f"{sum(score[value] for score in row) / len(row):.1f}"] if mean else []))
+    return table
+
+
+def band_table(title: str, curves: Curves, trained: int | None, columns: int = 8) -> Table:
+    """Mean loss per band of positions, one row per encoding; green where it is below the first row's, red above."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("posenc", overflow="fold")
+    rows = {posenc: _merge(bands, columns) for posenc, bands in curves.items()}
+    first = next(iter(rows.values()))
+    for low, high, _ in first:
+        mark = "[yellow]" if trained is not None and high > trained else ""
+        table.add_column(f"{mark}{_short(low)} to {_short(high)}", justify="right")
+    for posenc, row in rows.items():
+        table.add_row(posenc, *(_coloured(loss, base) for (*_, loss), (*_, base) in zip(row, first, strict=True)))
+    return table
+
+
+def plot_bands(path: Path, curves: Curves, trained: int | None) -> None:
+    """Loss by position, one line per encoding."""
+    lines = {}
+    for posenc, bands in curves.items():
+        filled = [band for band in bands if band["loss"] is not None]
+        lines[posenc] = ([(b["low"] + b["high"]) / 2 for b in filled], [b["loss"] for b in filled])
+    _plot_lines(path, lines, ("position, tokens", "loss, nats per token"), trained)
+
+
+def plot_lengths(path: Path, scores: Scores, value: str, trained: int | None) -> None:
+    """A value by context length, one line per encoding."""
+    lines = {}
+    for posenc in _distinct(scores, "posenc"):
+        mine = sorted((score["length"], score[value]) for score in scores if score["posenc"] == posenc)
+        lines[posenc] = ([length for length, _ in mine], [number for _, number in mine])
+    _plot_lines(path, lines, ("context length, tokens", value), trained)
+
+
+def plot_maps(path: Path, maps: dict[str, Sequence[Sequence[float]]], lengths: Sequence[int], depths: Sequence[float],
+              trained: int | None) -> None:  # fmt: skip
+    """Accuracy in percent by depth (rows) and length (columns), one map per encoding."""
+    figure, row = pyplot.subplots(
+        1, len(maps), figsize=(1.5 + 3.2 * len(maps), 3.4), squeeze=False, layout="constrained"
+    )
+    inside = sum(trained is None or length <= trained for length in lengths)
+    for axes, (name, values) in zip(row[0], maps.items(), strict=True):
+        image = axes.imshow(values, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+        axes.set_xticks(range(len(lengths)), [_short(length) for length in lengths])
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        axes.set(title=name, xlabel="length in tokens", ylabel="depth of the key")
+        axes.title.set_fontsize(9)
+        if 0 < inside < len(lengths):
+            axes.axvline(inside - 0.5, color="black", linestyle="--", linewidth=1)
+        for y, line in enumerate(values):
+            for x, value in enumerate(line):
+                axes.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=8)
+    figure.colorbar(image, ax=row[0].tolist(), label="correct, %")
+    _save(figure, path)
+
+
+def _plot_lines(path: Path, lines: dict[str, tuple[list[float], list[float]]], labels: tuple[str, str],
+                trained: int | None) -> None:  # fmt: skip
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="tight")
+    for name, (x, y) in lines.items():
+        axes.plot(x, y, label=name, marker="o" if len(x) < 12 else "", linewidth=1.6)
+    if trained is not None:
+        axes.axvline(trained, color="grey", linestyle="--", linewidth=1, label=f"trained length {trained:,}")
+    axes.set(xlabel=labels[0], ylabel=labels[1])
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _column(length: int, trained: int | None) -> str:
+    if trained is None or length <= trained:
+        return f"{length:,}"
+    return f"[yellow]{length:,}\nbeyond, x{length / trained:.3g}"
+
+
+def _distinct(scores: Scores, field: str) -> list[Any]:
+    return list(dict.fromkeys(score[field] for score in scores))
+
+
+def _compared(score: dict[str, Any], base: dict[str, Any], value: str, better: str) -> str:
+    if score is base:
+        return score["text"]
+    if better == "higher":
+        change, text = score[value] - base[value], f"{score[value] - base[value]:+.0f}"
+    else:
+        change = score[value] / base[value] - 1
+        text = f"{change:+.1%}" if change < 10 else f"x{change + 1:.0f}"
+    good = (change > 0) == (better == "higher")
+    colour = "dim" if abs(change) < 0.005 else "green" if good else "red"
+    return f"{score['text']} [{colour}]{text}[/]"
+
+
+def _merge(bands: Sequence[dict[str, Any]], columns: int) -> list[tuple[int, int, float | None]]:
+    """Joins neighbouring bands into about `columns` of them, weighted by their tokens."""
+    step = max(1, len(bands) // columns)
+    merged = []
+    for index in range(0, len(bands), step):
+        group = [band for band in bands[index : index + step] if band["tokens"]]
+        tokens = sum(band["tokens"] for band in group)
+        loss = sum(band["tokens"] * band["loss"] for band in group) / tokens if tokens else None
+        merged.append((bands[index]["low"], bands[min(index + step, len(bands)) - 1]["high"], loss))
+    return merged
+
+
+def _coloured(loss: float | None, base: float | None) -> str:
+    if loss is None or base is None:
+        return "-"
+    return f"{'[green]' if loss < base - 0.05 else '[red]' if loss > base + 0.05 else ''}{loss:.3f}"
+
+
+def _short(length: float) -> str:
+    return f"{length / 1024:g}k" if length and length % 512 == 0 else f"{length:g}"
