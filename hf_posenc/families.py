@@ -160,17 +160,15 @@ def _holds_frequencies(buffer: str) -> bool:
     return buffer.endswith("inv_freq") and "original" not in buffer
 
 
-def _rotary_modules(root: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, Site]]:
-    """Every rotary module with the innermost transformers model around it."""
-    stack: list[tuple[PreTrainedModel, nn.Module]] = [(root, root)]
-    while stack:
-        owner, module = stack.pop()
-        for name, child in module.named_children():
-            if any(_holds_frequencies(buffer) for buffer, _ in child.named_buffers(recurse=False)):
-                if isinstance(getattr(child, "config", None), PreTrainedConfig):
-                    yield owner, Site(module, name, child)
-            else:
-                stack.append((child if isinstance(child, PreTrainedModel) else owner, child))
+def _rotary_modules(owner: PreTrainedModel, module: nn.Module | None = None) -> Iterator[tuple[PreTrainedModel, Site]]:
+    """Every rotary module below ``module`` in the order of the model, with the innermost transformers model around."""
+    parent = owner if module is None else module
+    for name, child in parent.named_children():
+        if any(_holds_frequencies(buffer) for buffer, _ in child.named_buffers(recurse=False)):
+            if isinstance(getattr(child, "config", None), PreTrainedConfig):
+                yield owner, Site(parent, name, child)
+        else:
+            yield from _rotary_modules(child if isinstance(child, PreTrainedModel) else owner, child)
 
 
 def is_nested(rope_parameters: dict[str, Any]) -> bool:

@@ -20,7 +20,9 @@ def to_plain(model: Model) -> Model:
     marked = [module for module in model.modules() if isinstance(module, PreTrainedModel) and _is_gguf(module)]
     if not marked:
         raise ValueError(f"{type(model).__name__} was not loaded from a GGUF file: it is as plain as it was saved.")
-    packed = [name for name, weight in model.state_dict().items() if weight.dim() > 1 and not weight.is_floating_point()]
+    packed = [
+        name for name, weight in model.state_dict().items() if weight.dim() > 1 and not weight.is_floating_point()
+    ]
     if packed:
         raise ValueError(
             f"{packed[0]} and {len(packed) - 1} other weights are still packed: load the file anew with "

@@ -72,7 +72,7 @@ class _Hook:
 def _swap_child(owner: nn.Module, name: str, new: nn.Module) -> None:
     leaving = owner.get_submodule(name)
     device = next((buffer.device for buffer in leaving.buffers()), None)
-    if device is not None and device.type != "meta":
+    if device is not None and device.type != "meta" and not any(buffer.is_meta for buffer in new.buffers()):
         new.to(device)
     new.train(leaving.training)
     owner._modules[name] = new

@@ -29,6 +29,7 @@ def build(owner: PreTrainedModel, config: PreTrainedConfig, attention: str | Non
     config = copy.deepcopy(config)
     if attention is not None:
         config._attn_implementation = attention
+        config._experts_implementation = "eager"  # grouped kernels want a dtype and a device
     with torch.device("meta"):
         return type(owner)(config).eval()
 

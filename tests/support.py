@@ -3,7 +3,7 @@
     python tests/support.py            # writes SUPPORT.md, about ten minutes on one core
     python tests/support.py llama glm  # prints those types only
 
-Frequency methods are judged by a fresh model that transformers builds from a configuration edited here by hand.
+Frequency methods are judged by a fresh model that transformers builds from a configuration edited by hand here.
 Attention methods are judged by the unpatched model within the trained length, and beyond it by reading the same text in
 one pass and token by token, with dynamic and static caches and with left padding.
 """
@@ -81,7 +81,7 @@ def hand_edited(config, text: str, rotated: dict[str | None, int]):
 
 def frequency_verdict(model_type: str) -> str:
     """ "ok", "ok, not ..." or the reason of the refusal."""
-    failures, own, refused = [], [], {}
+    failures, own, idle, refused = [], [], [], {}
     model = tiny.tiny_model(model_type)
     ids = tiny.tokens(1, 50)
     with torch.no_grad():
@@ -110,11 +110,15 @@ def frequency_verdict(model_type: str) -> str:
             if not difference <= (TOLERANCE if native else 20 * TOLERANCE):
                 failures.append(f"{text}: differs by {difference:.1e}")
             elif torch.equal(ours, stock) and not scaled(model.config):
-                failures.append(f"{text}: changes nothing")
+                idle.append(text.partition(":")[0])
     if len(refused) == len(SPECS):
         return f"refused: {refused['pi']}"
     if failures:
         return "; ".join(failures)
+    if len(idle) == len(SPECS):
+        return "not measured: positions have no influence on this tiny model"
+    if idle:
+        return f"ok ({', '.join(idle)} change nothing at this size)"
     if refused:
         able = ", ".join(text.partition(":")[0] for text in SPECS if text.partition(":")[0] not in refused)
         return f"ok for {able}; " + "; ".join(f"{name} refused: {reason}" for name, reason in refused.items())
@@ -157,11 +161,11 @@ def attention_verdict(model_type: str) -> str:
     both, mask = torch.cat((padded, short[1:])), torch.ones(2, within, dtype=torch.long)
     mask[0, :8] = 0
     with torch.no_grad():
-        stock, stock_padded = model(short).logits, model(both, attention_mask=mask).logits
         try:
+            stock, stock_padded = model(short).logits, model(both, attention_mask=mask).logits
             noise = (stepwise(model, long, None) - model(long).logits)[:, -60:].abs().max().item()
         except AttributeError as error:
-            return f"not measured: the unpatched tiny model does not read with a cache ({error})"
+            return f"not measured: the unpatched tiny model fails with a mask or a cache ({error})"
         try:
             hf_posenc.patch(model, "dynamic_ntk:granularity=1")
         except hf_posenc.UnsupportedMethodError as error:
@@ -182,7 +186,7 @@ def attention_verdict(model_type: str) -> str:
             pass
         hf_posenc.unpatch(model)
         if (whole - model(long).logits).abs().max() < 1e-3:
-            return "changes nothing"
+            return "not measured: positions have no influence on this tiny model"
     # A checkpoint that is born scaled is read by its trained rotation instead.
     # A family that reads stepwise with some error of its own is held to that.
     # Left padding is read at its true positions, which rounds differently.
@@ -267,34 +271,33 @@ def verdicts(rows: list[Row]) -> dict[str, Counter]:
 def page(rows: list[Row]) -> str:
     """SUPPORT.md."""
     counts = verdicts(rows)
-    lines = [
-        "# What works on which model",
-        "",
-        f"Measured by `python tests/support.py` with transformers {transformers.__version__} and torch "
-        f"{torch.__version__} on tiny random models (4 layers, float32, CPU) of every type that has a rotary module in "
-        "its text decoder. Do not edit: run the script again.",
-        "",
-        "- **encoding**: as probed. Which dimensions of a head turn, how they are paired, theta, layers without a "
-        "rotation.",
-        '- **frequency methods** (pi, ntk, abf, ntk_by_parts, yarn, llama3, longrope): "ok" means that the logits equal '
-        "those of a model that transformers builds from a hand-edited configuration, or, where transformers has no key "
-        "for it, of one with the published formula written into its rotary module, within 1e-5; and that unpatch is "
-        "bit-exact.",
-        '- **attention methods** (dynamic_ntk, dynamic_yarn, causal longrope): "ok" means unpatched logits within the '
-        "trained length (1e-5), left padding without influence, and the same logits in one pass, token by token with a "
-        "growing cache and with a static one, to half beyond the trained length (1e-4, or four times what the unpatched "
-        "model itself differs by).",
-        "",
-        f"{len(rows)} types: frequency methods {counts['frequency']['ok']} ok, {counts['frequency']['refused']} refused; "
-        f"attention methods {counts['attention']['ok']} ok, {counts['attention']['refused']} refused.",
-        "",
-        "| type | encoding | frequency methods | attention methods |",
-        "|---|---|---|---|",
-    ]
+    head = f"""# What works on which model
+
+Measured by `python tests/support.py` with transformers {transformers.__version__} and torch {torch.__version__} on tiny
+random models (4 layers, float32, CPU) of every type that has a rotary module in its text decoder. Do not edit: run the
+script again.
+
+- **encoding**: as probed. Which dimensions of a head turn, how they are paired, theta, layers without a rotation.
+- **frequency methods** (pi, ntk, abf, ntk_by_parts, yarn, llama3, longrope): "ok" means that for pi, ntk, yarn and llama3
+  the logits equal those of a model that transformers builds from a configuration edited by hand (1e-5) or, where
+  transformers has no key for it, of one with the published formula written into its rotary module (2e-4, tables in
+  float64 against float32); and that unpatch is bit-exact.
+- **attention methods** (dynamic_ntk, dynamic_yarn, causal longrope): "ok" means that under dynamic_ntk the logits are the
+  unpatched ones within the trained length (1e-5), that left padding has no influence, and that one pass, token by token
+  with a growing cache and with a static one agree to half beyond the trained length (1e-4, or four times what the
+  unpatched model itself differs by).
+
+{len(rows)} types: frequency methods {counts["frequency"]["ok"]} ok, {counts["frequency"]["refused"]} refused; \
+attention methods {counts["attention"]["ok"]} ok, {counts["attention"]["refused"]} refused.
+
+| type | encoding | frequency methods | attention methods |
+|---|---|---|---|
+"""
+    lines = []
     for row in rows:
         cells = [row.model_type, row.encoding, row.frequency, row.attention]
         lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    return head + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

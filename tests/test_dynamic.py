@@ -34,6 +34,8 @@ FAMILIES = {
     "deepseek_v2": {}, "deepseek_v3": {}, "nemotron": {}, "stablelm": {}, "moshi": {"sliding_window": 4096},
     "granite_swa": {}, "qwen2_vl": {}, "qwen3_vl": {},
 }  # fmt: skip
+if CACHE != "cache":
+    del FAMILIES["moshi"]  # up to 5.23 its chunks see later tokens, unpatched as well
 # Softcaps and sinks have no sdpa, and eager attention takes the softmax in float32, where the mask of a float64 model
 # overflows.
 EAGER = {"gemma2", "gpt_oss", "granite_swa"}
@@ -459,7 +461,9 @@ def checkpointed(model, reentrant: bool):
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "nemotron", "stablelm", "gemma3_text", "moshi", "phi"])
+@pytest.mark.parametrize(
+    "family", sorted(FAMILIES.keys() & {"llama", "nemotron", "stablelm", "gemma3_text", "moshi", "phi"})
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradients_under_checkpointing(family, reentrant):
     """Two forwards before one backward: the recomputation must not mix their positions."""

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import hf_posenc
+from hf_posenc.methods import Rope
 
 LENGTH = 64
 IDS = tokens(2, 96)
@@ -238,9 +239,6 @@ def test_yarn_formula_everywhere(factor, theta, length, beta_slow, spread, trunc
     """Any parameters, also where the ramp is clamped or empty: the frequencies are those of the double loop."""
     ramp = {"beta_fast": beta_slow * spread, "beta_slow": beta_slow, "truncate": truncate}
     method = hf_posenc.YaRN(factor=factor, **ramp)
-    rope = hf_posenc.methods_base().Rope if hasattr(hf_posenc, "methods_base") else None
-    from hf_posenc.methods import Rope
-
     rope = Rope(torch.tensor(reference.rope(32, theta), dtype=torch.float64), theta, length, length, 32, "default", {})
     frequencies, temperature = method.frequencies(rope)
     assert frequencies.tolist() == pytest.approx(reference.yarn(32, theta, factor, length, **ramp), rel=1e-9)
@@ -253,11 +251,313 @@ def test_yarn_formula_everywhere(factor, theta, length, beta_slow, spread, trunc
     low=st.floats(0.1, 4), spread=st.floats(1.01, 8),
 )  # fmt: skip
 def test_llama3_and_ntk_formulas_everywhere(factor, theta, length, low, spread):
-    from hf_posenc.methods import Rope
-
     rope = Rope(torch.tensor(reference.rope(32, theta), dtype=torch.float64), theta, length, length, 32, "default", {})
     llama3 = hf_posenc.Llama3(factor=factor, low_freq_factor=low, high_freq_factor=low * spread)
     expected = reference.llama3(32, theta, factor, length, low, low * spread)
     assert llama3.frequencies(rope)[0].tolist() == pytest.approx(expected, rel=1e-9)
     ntk = hf_posenc.NTK(factor=factor).frequencies(rope)[0].tolist()
     assert ntk == pytest.approx(reference.ntk(32, theta, factor), rel=1e-9)
+
+
+# --- lengths: original and extended ----------------------------------------------------------------------------------
+
+
+def lengths(model) -> tuple:
+    """(max_position_embeddings, original length, factor, rope type) of the configuration in force."""
+    parameters = model.config.rope_parameters
+    return (
+        model.config.max_position_embeddings,
+        parameters.get("original_max_position_embeddings"),
+        parameters.get("factor"),
+        parameters["rope_type"],
+    )
+
+
+def test_factor_and_target_length():
+    model = TL()
+    assert lengths(hf_posenc.patch(model, "yarn", factor=4)) == (256, 64, 4.0, "yarn")
+    assert lengths(hf_posenc.patch(model, "yarn", target_length=200)) == (200, 64, 3.125, "yarn")
+    assert lengths(hf_posenc.patch(model, "llama3", factor=1.5)) == (96, 64, 1.5, "llama3")
+    assert lengths(hf_posenc.patch(model, "pi", target_length=64)) == (64, None, 1.0, "linear")
+    with pytest.raises(ValueError, match="63.*64"):
+        hf_posenc.patch(model, "pi", target_length=63)
+    assert lengths(model) == (64, None, 1.0, "linear")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["pi", "ntk", "ntk_by_parts", "yarn", "llama3"])
+def test_patched_twice_is_never_the_factor_squared(method, tmp_path):
+    once = hf_posenc.patch(TL(), method, factor=4)
+    twice = hf_posenc.patch(hf_posenc.patch(TL(), method, factor=2), method, factor=4)
+    assert torch.equal(inv_freq(twice), inv_freq(once))
+    assert twice.config.to_dict() == once.config.to_dict()
+    twice.save_pretrained(tmp_path)
+    for load in (AutoModelForCausalLM.from_pretrained, hf_posenc.from_pretrained):
+        again = hf_posenc.patch(load(tmp_path), method, factor=8)
+        assert torch.equal(inv_freq(again), inv_freq(hf_posenc.patch(TL(), method, factor=8)))
+        assert again.config.max_position_embeddings == 512
+        hf_posenc.unpatch(again)
+        assert (again.config.max_position_embeddings, again.config.rope_parameters) == (
+            64,
+            TL().config.rope_parameters,
+        )
+
+
+SCALED = {
+    "yarn": ramped(4.0, rope_theta=10000.0, attention_factor=1.2, beta_fast=4.0, truncate=False),
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": LENGTH,
+    },
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "longrope": long_entry(8, False) | {"rope_theta": 10000.0},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("method", ["pi", "ntk", "ntk_by_parts", "yarn", "llama3"])
+def test_a_scaled_checkpoint_counts_from_the_original(kind, method, tmp_path):
+    """A checkpoint of 256 tokens that was trained with 64: factor 8 makes 512, whatever it carried."""
+    model = TL(rope_parameters=SCALED[kind], max_position_embeddings=256)
+    stock, config = model(IDS).logits, model.config.to_dict()
+    hf_posenc.patch(model, method, factor=8)
+    plain = hf_posenc.patch(TL(), method, factor=8)
+    assert torch.equal(inv_freq(model), inv_freq(plain))
+    assert model.config.max_position_embeddings == 512
+    assert_close(model(IDS).logits, plain(IDS).logits, atol=1e-5, rtol=0)
+    model.save_pretrained(tmp_path)
+    assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, plain(IDS).logits, atol=1e-5, rtol=0)
+    hf_posenc.unpatch(model)
+    assert torch.equal(model(IDS).logits, stock)
+    assert model.config.to_dict() == config
+
+
+def test_yarn_keeps_the_mscales_of_a_yarn_checkpoint():
+    carried = ramped(4.0, rope_theta=10000.0, mscale=1.0, mscale_all_dim=0.5)
+    model = TL(rope_parameters=carried, max_position_embeddings=256)
+    hf_posenc.patch(model, "yarn", factor=4)
+    assert model.model.rotary_emb.attention_scaling == pytest.approx(1.0648216)
+    hf_posenc.patch(model, "yarn", factor=4, mscale=1, mscale_all_dim=1)
+    assert model.model.rotary_emb.attention_scaling == 1
+
+
+def test_longrope_takes_the_lists_of_its_checkpoint():
+    model = TL(rope_parameters=SCALED["longrope"], max_position_embeddings=256)
+    short, long = lists(8)
+    hf_posenc.patch(model, "longrope", switch="long")
+    expected = [frequency / factor for frequency, factor in zip(reference.rope(D, BASE), long, strict=True)]
+    assert inv_freq(model).tolist() == pytest.approx(expected, rel=1e-6)
+    assert hf_posenc.current(model).short_factor == tuple(short)
+    assert (hf_posenc.current(model).factor, model.config.max_position_embeddings) == (4.0, 256)
+    for wrong in ({"short_factor": short[:-1]}, {"long_factor": [*long, 1.0]}, {"long_factor": [0.0] * 8}):
+        with pytest.raises(ValueError, match="factor"):
+            hf_posenc.patch(model, "longrope", **wrong)
+    with pytest.raises(ValueError, match="short_factor"):
+        hf_posenc.patch(TL(), "longrope", long_factor=long)
+
+
+@torch.no_grad()
+def test_stock_switch_of_longrope_follows_the_longest_row():
+    """transformers' own rule, for parity: long factors as soon as a call is longer than the original length."""
+    short, long = lists(8)
+    model = hf_posenc.patch(TL(), "longrope", short_factor=short, long_factor=long, factor=4, switch="stock")
+    always = hf_posenc.patch(TL(), "longrope", short_factor=short, long_factor=long, factor=4, switch="long")
+    never = hf_posenc.patch(TL(), "longrope", short_factor=short, long_factor=short, factor=4, switch="long")
+    for _ in range(2):
+        assert_close(model(IDS).logits, always(IDS).logits, atol=1e-5, rtol=0)
+        assert_close(model(IDS[:, :64]).logits, never(IDS[:, :64]).logits, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["pi:factor=1", "ntk:factor=1", "yarn:factor=1", "llama3:target_length=64"])
+def test_identity_parameters(family, method):
+    model = tiny_model(family)
+    stock = model(IDS).logits
+    assert_close(hf_posenc.patch(model, method)(IDS).logits, stock, atol=1e-5, rtol=0)
+
+
+# --- what single families add ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_gemma3_scales_global_layers_only():
+    model = tiny_model("gemma3_text")
+    hf_posenc.patch(model, "yarn:factor=4")
+    assert inv_freq(model, "sliding_attention_inv_freq").tolist() == pytest.approx(reference.rope(16, 1e4), rel=1e-6)
+    expected = reference.yarn(16, 1e6, 4, LENGTH)
+    assert inv_freq(model, "full_attention_inv_freq").tolist() == pytest.approx(expected, rel=1e-6)
+    rotary = model.model.rotary_emb
+    assert rotary.sliding_attention_attention_scaling == 1
+    assert rotary.full_attention_attention_scaling == pytest.approx(1.1386294)
+
+
+@torch.no_grad()
+def test_gemma3_untruncated(tmp_path):
+    """transformers ignores `truncate` in nested parameters: our own tables, and a plain load that fails loudly."""
+    model = hf_posenc.patch(tiny_model("gemma3_text"), "yarn:factor=4,truncate=false")
+    expected = reference.yarn(16, 1e6, 4, LENGTH, truncate=False)
+    assert inv_freq(model, "full_attention_inv_freq").tolist() == pytest.approx(expected, rel=1e-6)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=r"hf_posenc\.restore"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)(IDS)
+    assert torch.equal(hf_posenc.from_pretrained(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_softmax_scale_of_latent_attention(family, tmp_path):
+    """With mscale_all_dim the softmax scale of every layer changes, and comes back."""
+    entry = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": LENGTH}
+    entry |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+    model = tiny_model(family)
+    stock, scale = model(IDS).logits, model.model.layers[0].self_attn.scaling
+    hf_posenc.patch(model, "yarn:factor=4,mscale=1,mscale_all_dim=1")
+    expected = fresh(family, model.state_dict(), rope_parameters=entry, max_position_embeddings=256)
+    assert_close(model(IDS).logits, expected(IDS).logits, atol=1e-5, rtol=0)
+    assert [layer.self_attn.scaling for layer in model.model.layers] == pytest.approx(
+        [scale * reference.mscale_of(4) ** 2] * 4
+    )
+    model.save_pretrained(tmp_path)
+    assert_close(hf_posenc.from_pretrained(tmp_path)(IDS).logits, expected(IDS).logits, atol=1e-5, rtol=0)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_close(loaded(IDS).logits, expected(IDS).logits, atol=1e-5, rtol=0)
+    for patched in (model, hf_posenc.restore(loaded)):
+        hf_posenc.unpatch(patched)
+        assert torch.equal(patched(IDS).logits, stock)
+        assert {layer.self_attn.scaling for layer in patched.model.layers} == {scale}
+    hf_posenc.patch(model, "yarn:factor=4")
+    assert {layer.self_attn.scaling for layer in model.model.layers} == {scale}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("qwen2_vl", {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}),
+        ("qwen3_vl", {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}),
+    ],
+)
+@pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3"])
+def test_sections_of_three_axes_are_kept(family, rope, method, tmp_path):
+    line = torch.arange(96)
+    places = torch.stack((line, line // 3 + 40, line % 11 + 70))[:, None].expand(3, 2, 96)
+    model = tiny_model(family)
+    stock = model(IDS, position_ids=places).logits
+    hf_posenc.patch(model, method, **METHODS[method][0](16))
+    ours = model(IDS, position_ids=places).logits
+    entry = rope | METHODS[method][1](10000.0, 16)
+    expected = fresh(family, model.state_dict(), rope_parameters=entry, max_position_embeddings=256)
+    assert_close(ours, expected(IDS, position_ids=places).logits, atol=1e-5, rtol=0)
+    assert (ours - stock).abs().max() > 1e-2
+    assert model.config.text_config.rope_parameters["mrope_section"] == rope["mrope_section"]
+    assert model.config.text_config.max_position_embeddings == 256
+    model.save_pretrained(tmp_path)
+    for load in (AutoModelForImageTextToText.from_pretrained, hf_posenc.from_pretrained):
+        assert_close(load(tmp_path)(IDS, position_ids=places).logits, ours, atol=1e-5, rtol=0)
+    hf_posenc.unpatch(model)
+    assert torch.equal(model(IDS, position_ids=places).logits, stock)
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "deepseek_v3", "gpt_neox", "qwen2_vl"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cast_before_and_after_the_patch(family, dtype):
+    first = hf_posenc.patch(tiny_model(family).to(dtype), "yarn:factor=4")
+    second = hf_posenc.patch(tiny_model(family), "yarn:factor=4").to(dtype)
+    third = hf_posenc.patch(tiny_model(family), "yarn:factor=4").to(dtype).to(torch.float32).to(dtype)
+    assert first(IDS).logits.dtype == dtype
+    assert torch.equal(first(IDS).logits, second(IDS).logits)
+    assert torch.equal(first(IDS).logits, third(IDS).logits)
+
+
+@torch.no_grad()
+def test_a_cast_leaves_far_positions_where_they_are(tmp_path):
+    """Frequencies rounded to bfloat16 would turn position 5000 by radians."""
+    model = hf_posenc.patch(TL(), "yarn:factor=4")
+    exact = inv_freq(model).clone()
+    model.to(torch.bfloat16)
+    assert inv_freq(model).dtype == torch.float32
+    assert torch.equal(inv_freq(model), exact)
+    model.save_pretrained(tmp_path)
+    for load in (AutoModelForCausalLM.from_pretrained, hf_posenc.from_pretrained):
+        loaded = load(tmp_path, dtype=torch.bfloat16)
+        assert loaded.dtype == torch.bfloat16
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+@torch.no_grad()
+def test_compiles_without_a_graph_break():
+    torch._dynamo.reset()
+    model = hf_posenc.patch(TL(), "yarn:factor=4")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_close(compiled(IDS, use_cache=False).logits, model(IDS, use_cache=False).logits, atol=1e-5, rtol=0)
+
+
+def test_gradients_and_checkpointing():
+    """Stock kernels: the gradients are those of a fresh model of the same configuration."""
+    found = []
+    for kind in ("patched", "fresh", "checkpointed"):
+        model = TL(rope_parameters=by_hand("llama", "yarn")) if kind == "fresh" else TL()
+        if kind != "fresh":
+            hf_posenc.patch(model, "yarn:factor=4")
+        if kind == "checkpointed":
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.train()(IDS, labels=IDS, use_cache=False).loss.backward()
+        found.append([weight.grad for weight in model.parameters()])
+    for others in found[1:]:
+        for ours, theirs in zip(found[0], others, strict=True):
+            assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+# --- partial_rope ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["phi", "gpt_neox", "glm", "nemotron", "stablelm"])
+def test_partial_rope_where_the_family_knows_it(family, tmp_path):
+    model = tiny_model(family)
+    stock = model(IDS).logits
+    hf_posenc.patch(model, "partial_rope", fraction=0.8)
+    entry = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}  # 12 of 16 dimensions
+    expected = fresh(family, model.state_dict(), rope_parameters=entry)
+    assert_close(model(IDS).logits, expected(IDS).logits, atol=1e-5, rtol=0)
+    assert model.config._attn_implementation == "sdpa"
+    model.save_pretrained(tmp_path)
+    assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, model(IDS).logits, atol=1e-5, rtol=0)
+    assert torch.equal(hf_posenc.unpatch(model)(IDS).logits, stock)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("fraction", "dim"), [(0.5, 8), (0.2, 2), (0.7, 10), (1.0, 16)])
+def test_partial_rope_inside_attention(fraction, dim):
+    """On a Llama, which always turns whole heads; with a cache, padding and positions beyond the trained length."""
+    model, ids = hf_posenc.patch(TL(), "partial_rope", fraction=fraction), tokens(1, 90)
+    whole = model(ids).logits
+    judged = reference.frequency_logits(model, ids[0], reference.rope(dim, BASE))
+    assert_close(whole[0].double(), judged, atol=1e-4, rtol=0)
+    out = model(ids[:, :30], use_cache=True)
+    name = "cache" if "cache" in out else "past_key_values"
+    rest = [out.logits]
+    for start, stop in ((30, 39), (39, 40), (40, 90)):
+        out = model(ids[:, start:stop], use_cache=True, **{name: out[name]})
+        rest.append(out.logits)
+    assert_close(torch.cat(rest, dim=1), whole, atol=1e-4, rtol=0)
+    mask = torch.ones(1, 100, dtype=torch.long)
+    mask[0, :10] = 0
+    padded = model(torch.cat((ids[:, :10], ids), dim=1), attention_mask=mask).logits
+    assert_close(padded[:, 10:], whole, atol=1e-4, rtol=0)
+
+
+def test_partial_rope_refuses_an_empty_fraction():
+    for fraction in (0, -0.5, 1.1, 0.05, math.nan):
+        with pytest.raises(ValueError, match="fraction"):
+            hf_posenc.patch(TL(), "partial_rope", fraction=fraction)

@@ -1,0 +1,177 @@
+"""Fetching without a network: what is kept, what is refused, and R's lazy-load format on bytes made here."""
+
+import gzip
+import hashlib
+import io
+import struct
+import subprocess
+import tarfile
+import zlib
+
+import pytest
+
+from eval import data, demo, report
+from eval.rdata import read_strings
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_POSENC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def archive(content):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        member = tarfile.TarInfo("Brotli-1.1.0/tests/testdata/story.txt")
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """pip that delivers `archive`, as long as one of the options is in `works_with`."""
+    state = {"archive": archive(b"preface\r\nOnce upon\r\na time\r\n\x1a"), "works_with": "--no-binary", "calls": []}
+
+    def run(command, cwd, **options):
+        state["calls"].append(command)
+        if state["works_with"] not in command:
+            return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution found")
+        (data.Path(cwd) / data.BROTLI.file).write_bytes(state["archive"])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(data.subprocess, "run", run)
+    sha256 = hashlib.sha256(state["archive"]).hexdigest()
+    package = data.Package(data.BROTLI.requirement, data.BROTLI.file, sha256, data.BROTLI.attempts)
+    monkeypatch.setattr(data, "BROTLI", package)
+    content = hashlib.sha256(b"preface\r\nOnce upon\r\na time\r\n\x1a").hexdigest()
+    monkeypatch.setitem(data.TEXTS, "story", data.Text("brotli", "story.txt", content, start=9))
+    return state
+
+
+def test_a_text_is_fetched_once(registry):
+    assert data.text("story") == "Once upon\na time\n" == data.text("story")
+    assert len(registry["calls"]) == 1
+
+
+def test_the_second_way_of_downloading(registry):
+    registry["works_with"] = "--no-build-isolation"
+    assert data.text("story") == "Once upon\na time\n"
+    assert len(registry["calls"]) == 2
+
+
+def test_offline_is_said(registry, cache):
+    registry["works_with"] = "nothing"
+    with pytest.raises(ValueError, match=r"registry must be reachable(.|\n)*No matching distribution"):
+        data.text("story")
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def test_another_release_is_refused_and_not_kept(registry, cache):
+    registry["archive"] = archive(b"preface\r\nsomething else")
+    with pytest.raises(ValueError, match="sha256"):
+        data.text("story")
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def test_files_and_unknown_names(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("naïve\n", encoding="utf-8")
+    assert data.text(str(path)) == "naïve\n"
+    assert data.text("python_topics").count("\n\n") > 100
+    with pytest.raises(ValueError, match="paradise_lost"):
+        data.text("paradise_found")
+
+
+def test_an_interrupted_conversion_leaves_nothing(cache, monkeypatch):
+    def interrupted(folder):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data, "_convert_smollm2", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        data.smollm2()
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+    def whole(folder):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(data, "_convert_smollm2", whole)
+    folder = data.smollm2()
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    monkeypatch.setattr(data, "_convert_smollm2", interrupted)
+    assert data.smollm2() == folder
+
+
+def number(value):
+    return struct.pack(">i", value)
+
+
+def string(text):
+    return number(0x40009) + number(len(text.encode())) + text.encode()
+
+
+def strings(*texts):
+    return number(16) + number(len(texts)) + b"".join(map(string, texts))
+
+
+def names(*texts):
+    return number(0x402) + number(1) + string("names") + strings(*texts) + number(254)
+
+
+HEADER = {2: b"X\n" + number(2) + number(0) + number(0), 3: b"X\n" + number(3) + 2 * number(0) + number(5) + b"UTF-8"}
+
+
+@pytest.mark.parametrize("version", HEADER)
+def test_r_lazy_load_database(tmp_path, version):
+    header, records, places = HEADER[version], b"", []
+    for value in (strings("Chapter é", "", "The end"), number(14) + number(1) + struct.pack(">d", 2.5)):
+        packed = zlib.compress(header + value)
+        record = struct.pack(">I", len(packed)) + packed
+        places.append((len(records), len(record)))
+        records += record
+    ranges = b"".join(number(13) + number(2) + number(start) + number(size) for start, size in places)
+    variables = number(19 | 1 << 9) + number(2) + ranges + names("novel", "constant")
+    index = number(19 | 1 << 9) + number(1) + variables + names("variables")
+    (tmp_path / "Rdata.rdx").write_bytes(gzip.compress(header + index))
+    (tmp_path / "Rdata.rdb").write_bytes(records)
+    assert read_strings(tmp_path / "Rdata") == {"novel": ["Chapter é", "", "The end"]}
+
+
+def test_bands_are_joined_by_their_tokens():
+    bands = [{"low": 10 * k, "high": 10 * k + 10, "tokens": k, "loss": float(k) if k else None} for k in range(4)]
+    curves = {"none": bands, "yarn": [{**band, "loss": band["loss"] and 2 * band["loss"]} for band in bands]}
+    table = report.band_table("loss", curves, trained=20, columns=2)
+    cells = [list(column.cells) for column in table.columns]
+    assert cells == [["none", "yarn"], ["1.000", "[red]2.000"], ["2.600", "[red]5.200"]]
+    assert ["beyond" in str(column.header) or "yellow" in str(column.header) for column in table.columns] == [
+        False, False, True,
+    ]  # fmt: skip
+
+
+def test_changes_are_against_the_first_row():
+    scores = [
+        {"posenc": posenc, "length": length, "text": str(value), "value": value}
+        for posenc, length, value in [("none", 64, 10.0), ("none", 128, 90.0), ("pi", 64, 12.0), ("pi", 128, 9.0)]
+    ]
+    table = report.length_table("t", scores, "value", 64, "lower")
+    assert [list(column.cells) for column in table.columns] == [
+        ["none", "pi"], ["10.0", "12.0 [red]+20.0%[/]"], ["90.0", "9.0 [green]-90.0%[/]"],
+    ]  # fmt: skip
+    assert "beyond" in str(table.columns[2].header) and "beyond" not in str(table.columns[1].header)
+
+
+def test_the_demo_hides_its_note_in_the_text():
+    from test_eval_results import characters
+
+    tokenizer, story = characters(), "A line of a story.\nAnd one more.\n\n" * 300
+    prompt = demo.hide(tokenizer, story, 4000)
+    text = tokenizer.decode(prompt.ids)
+    assert 0.97 * 4000 <= len(prompt.ids) <= 4000 - 10 and text.count(prompt.key) == 2
+    assert text[: prompt.key_position].endswith("one more.\n\n")
+    assert prompt.key_position / len(prompt.ids) == pytest.approx(0.3, abs=0.02)
+    with pytest.raises(ValueError, match="longer --text"):
+        demo.hide(tokenizer, story, 40_000)
