@@ -1,6 +1,6 @@
 """Models that transformers loaded from a GGUF file, made plain float models: to be saved, trained and exported.
 
-``hf_posenc.from_pretrained(folder, gguf_file=...)`` gives a plain model at once; this is for one that is there already.
+``hf_posenc.from_pretrained(folder, gguf_file=...)`` gives a plain model at once; this is for one that is there.
 """
 
 from typing import TypeVar

@@ -24,7 +24,7 @@ def test_a_method_has_a_file_a_public_class_and_a_readme_row(name):
 @pytest.mark.parametrize("name", list(registered()))
 def test_a_method_file_opens_with_its_source(name):
     text = (ROOT / "hf_posenc" / "methods" / f"{name}.py").read_text()
-    docstring = text.split('"""')[1]
+    docstring = " ".join(text.split('"""')[1].split())
     assert re.search(r"arXiv \d{4}\.\d{4,5}|\b20\d\d\b", docstring) and "erified against" in " ".join(
         docstring.split()
     )

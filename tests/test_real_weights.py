@@ -1,0 +1,42 @@
+"""SmolLM2-135M beyond its 8192 tokens: the smallest run on real weights that can fail for the right reasons."""
+
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+
+import hf_posenc
+from eval import data
+from eval.likelihood import token_losses
+
+LENGTH = 10_240
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = data.smollm2()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return model, torch.tensor([AutoTokenizer.from_pretrained(folder)(text).input_ids[:LENGTH]])
+
+
+@pytest.mark.slow
+def test_yarn_and_dynamic_yarn_read_on_where_the_unpatched_model_falls_apart(smollm2):
+    model, ids = smollm2
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        losses = {"none": token_losses(model, ids)[0]}
+        for method in ("yarn:factor=2", "dynamic_yarn"):
+            with hf_posenc.patched(model, method):
+                losses[method] = token_losses(model, ids)[0]
+    finally:
+        torch.set_num_threads(threads)
+    within = {name: loss[:8191].mean().item() for name, loss in losses.items()}
+    beyond = {name: loss[9215:].mean().item() for name, loss in losses.items()}
+    assert beyond["none"] > beyond["yarn:factor=2"] + 1
+    assert beyond["none"] > beyond["dynamic_yarn"] + 1
+    assert within["yarn:factor=2"] - within["none"] < 0.05
+    assert torch.equal(losses["dynamic_yarn"][:8191], losses["none"][:8191])
