@@ -129,6 +129,9 @@ def _write_natively(family: Family, method: FrequencyMethod, ropes: Ropes, journ
                     entry = parameters[slot.label] if slot.label else parameters
                     entry.update(method.rope_parameters(rope))
         journal.set(config, "rope_parameters", parameters)
+        if "partial_rotary_factor" in vars(config) and "partial_rotary_factor" in parameters:
+            # transformers before 5.18 copies it back from here.
+            journal.set(config, "partial_rotary_factor", parameters["partial_rotary_factor"])
         try:
             config.standardize_rope_params()
             config.validate_rope()

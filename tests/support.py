@@ -274,18 +274,18 @@ def page(rows: list[Row]) -> str:
     head = f"""# What works on which model
 
 Measured by `python tests/support.py` with transformers {transformers.__version__} and torch {torch.__version__} on
-tiny random models (4 layers, float32, CPU) of every type that has a rotary module in its text decoder. Do not edit: run
-the script again.
+tiny random models (4 layers, float32, CPU) of every type that has a rotary module in its text decoder. Do not edit:
+run the script again.
 
 - **encoding**: as probed. Which dimensions of a head turn, how they are paired, theta, layers without a rotation.
 - **frequency methods** (pi, ntk, abf, ntk_by_parts, yarn, llama3, longrope): "ok" means that for pi, ntk, yarn and
-  llama3 the logits equal those of a model that transformers builds from a configuration edited by hand (1e-5) or, where
-  transformers has no key for it, of one with the published formula written into its rotary module (2e-4, tables in
-  float64 against float32); and that unpatch is bit-exact.
+  llama3 the logits equal those of a model that transformers builds from a configuration edited by hand (1e-5) or,
+  where transformers has no key for it, of one with the published formula written into its rotary module (2e-4, tables
+  in float64 against float32); and that unpatch is bit-exact.
 - **attention methods** (dynamic_ntk, dynamic_yarn, causal longrope): "ok" means that under dynamic_ntk the logits are
   the unpatched ones within the trained length (1e-5), that left padding has no influence, and that one pass, token by
-  token with a growing cache and with a static one agree to half beyond the trained length (1e-4, or four times what the
-  unpatched model itself differs by).
+  token with a growing cache and with a static one agree to half beyond the trained length (1e-4, or four times what
+  the unpatched model itself differs by).
 
 {len(rows)} types: frequency methods {counts["frequency"]["ok"]} ok, {counts["frequency"]["refused"]} refused; \
 attention methods {counts["attention"]["ok"]} ok, {counts["attention"]["refused"]} refused.
