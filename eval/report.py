@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 matplotlib.use("Agg")
@@ -25,8 +26,7 @@ def length_table(
         mean: adds the mean of `value` over all lengths.
     """
     posencs, lengths = _distinct(scores, "posenc"), sorted(_distinct(scores, "length"))
-    table = Table(title=title, title_justify="left")
-    table.add_column("posenc", overflow="fold")
+    table = _table(title)
     for length in lengths:
         table.add_column(_column(length, trained), justify="right")
     if mean:
@@ -40,15 +40,19 @@ def length_table(
     return table
 
 
-def band_table(title: str, curves: Curves, trained: int | None, columns: int = 8) -> Table:
-    """Mean loss per band of positions, one row per encoding; green where it is below the first row's, red above."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("posenc", overflow="fold")
-    rows = {posenc: _merge(bands, columns) for posenc, bands in curves.items()}
+def band_table(title: str, curves: Curves, trained: int | None, columns: int | None = None) -> Table:
+    """Mean loss per band of positions, one row per encoding; green where it is below the first row's, red above.
+
+    By default 4 to 8 bands, so that one ends at the trained length if that can be; bands beyond it are yellow.
+    """
+    length = next(iter(curves.values()))[-1]["high"]
+    fitting = [count for count in (8, 6, 4) if trained and trained * count % length == 0]
+    table = _table(title)
+    rows = {posenc: _merge(bands, columns or [*fitting, 8][0]) for posenc, bands in curves.items()}
     first = next(iter(rows.values()))
     for low, high, _ in first:
         mark = "[yellow]" if trained is not None and high > trained else ""
-        table.add_column(f"{mark}{_short(low)} to {_short(high)}", justify="right")
+        table.add_column(f"{mark}{_short(low)}-{_short(high)}", justify="right")
     for posenc, row in rows.items():
         table.add_row(posenc, *(_coloured(loss, base) for (*_, loss), (*_, base) in zip(row, first, strict=True)))
     return table
@@ -105,6 +109,12 @@ def _plot_lines(path: Path, lines: dict[str, tuple[list[float], list[float]]], l
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     _save(figure, path)
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("posenc", overflow="fold")
+    return table
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -110,8 +110,8 @@ def attention_forward(
     Raises:
         RuntimeError: the model was not patched, or positions did not arrive.
     """
-    if twin.active_probe is not None:
-        return twin.active_probe.attend(
+    if twin.active.probe is not None:
+        return twin.active.probe.attend(
             module, query, key, value, attention_mask, **kwargs, **({"hf_posenc": hf_posenc} if hf_posenc else {})
         )
     layer: Layer | None = vars(module).get("_hf_posenc")
@@ -147,9 +147,10 @@ def _attend(module, layer: Layer, context: Context, places, stock, query, key, v
     scheme, plan, length = layer.scheme, layer.plan, query.shape[2]
     assert plan.source is not None
     source = scheme.sources[plan.source]
-    # Later keys than a query's own need no turning, unless buffers are static or weights are wanted whole.
+    # Later keys than a query's own need no turning, unless a mask may show them or weights are wanted whole.
     ahead = key.shape[2] - length
-    trim = causal and scheme.stock != "eager" and isinstance(context.positions.total, int) and ahead >= 0
+    growing = isinstance(context.positions.total, int) and ahead >= 0
+    trim = mask is None and causal and scheme.stock == "sdpa" and growing
     outputs, weights = [], []
     segments = _segments(scheme, context, plan.source)
     for index, segment in enumerate(segments):

@@ -86,6 +86,8 @@ def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, str | N
     Returns:
         The model and the method string that its configuration records, if any.
     """
+    if kwargs.pop("output_loading_info", False):
+        raise ValueError("output_loading_info is not supported here: load with transformers, then hf_posenc.restore.")
     config = kwargs.pop("config", None)
     if config is None:
         shared = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "trust_remote_code", "gguf_file",

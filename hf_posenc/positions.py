@@ -97,7 +97,7 @@ def _all_positions(cache: Cache | None, new: torch.Tensor, past: int | torch.Ten
 
 def _capacity(cache: Cache | None) -> int:
     """Slots of the longest buffer of a static cache; 0 where layers grow."""
-    return max((getattr(layer, "max_cache_len", 0) for layer in getattr(cache, "layers", ())), default=0)
+    return max([0, *(getattr(layer, "max_cache_len", 0) for layer in getattr(cache, "layers", ()))])
 
 
 def _stored(cache: Cache | None, new: torch.Tensor) -> torch.Tensor | None:

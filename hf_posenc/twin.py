@@ -3,6 +3,7 @@ positions while no weight of the real one is read."""
 
 import copy
 import inspect
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,7 +101,13 @@ class Probe:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-active_probe: Probe | None = None
+class _Active(threading.local):
+    """The probe of the thread that runs one: models in other threads go on undisturbed."""
+
+    probe: Probe | None = None
+
+
+active = _Active()
 
 
 def plan(family: Family, attention: str = "hf_posenc") -> list[Plan]:
@@ -216,12 +223,11 @@ def _turns(states: torch.Tensor, source: int, start: int, stop: int, pairing: st
 
 @contextmanager
 def _probing(probe: Probe):
-    global active_probe
-    active_probe = probe
+    active.probe = probe
     try:
         yield
     finally:
-        active_probe = None
+        active.probe = None
 
 
 class _Stub(Wrapper):

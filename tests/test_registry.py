@@ -1,0 +1,184 @@
+"""Names and strings of methods: what is printed is what was given, and what is wrong says what would be right."""
+
+import math
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_posenc
+from hf_posenc.registry import create, parse, registered
+
+positive = st.floats(1e-6, 1e9)
+factors = st.one_of(st.integers(1, 10**6), st.floats(1, 1e9))
+extension = st.one_of(
+    st.fixed_dictionaries({"factor": factors}), st.fixed_dictionaries({"target_length": st.integers(1, 10**9)})
+)
+granularity = st.fixed_dictionaries({}, optional={"granularity": st.integers(1, 10**6)})
+lists = st.lists(positive, min_size=1, max_size=6)
+truncate = st.fixed_dictionaries({}, optional={"truncate": st.booleans()})
+
+
+@st.composite
+def ramps(draw):
+    slow = draw(positive)
+    return {"beta_slow": slow, "beta_fast": draw(st.floats(slow, 1e10))}
+
+
+def merged(*parts):
+    return st.tuples(*parts).map(lambda values: {key: value for part in values for key, value in part.items()})
+
+
+@st.composite
+def bands(draw):
+    low = draw(st.floats(1e-3, 1e3))
+    return {"low_freq_factor": low, "high_freq_factor": draw(st.floats(low * 1.001, 1e6))}
+
+
+PARAMETERS = {
+    "pi": extension,
+    "ntk": extension,
+    "abf": st.fixed_dictionaries({"rope_theta": st.one_of(st.integers(2, 10**9), st.floats(1.001, 1e12))}),
+    "ntk_by_parts": merged(extension, ramps(), truncate),
+    "yarn": merged(
+        extension,
+        ramps(),
+        truncate,
+        st.fixed_dictionaries(
+            {}, optional={"attention_factor": positive, "mscale": positive, "mscale_all_dim": positive}
+        ),
+    ),
+    "dynamic_ntk": merged(st.fixed_dictionaries({}, optional={"factor": factors}), granularity),
+    "dynamic_yarn": merged(ramps(), granularity),
+    "llama3": merged(extension, bands()),
+    "longrope": st.fixed_dictionaries(
+        {},
+        optional={
+            "short_factor": lists,
+            "long_factor": lists,
+            "attention_factor": positive,
+            "switch": st.sampled_from(["causal", "stock", "long"]),
+            "factor": factors,
+        },
+    ),
+    "partial_rope": st.fixed_dictionaries({"fraction": st.floats(0, 1, exclude_min=True)}),
+}
+CLASSES = {
+    "pi": hf_posenc.PI, "ntk": hf_posenc.NTK, "abf": hf_posenc.ABF, "ntk_by_parts": hf_posenc.NTKByParts,
+    "yarn": hf_posenc.YaRN, "dynamic_ntk": hf_posenc.DynamicNTK, "dynamic_yarn": hf_posenc.DynamicYaRN,
+    "llama3": hf_posenc.Llama3, "longrope": hf_posenc.LongRoPE, "partial_rope": hf_posenc.PartialRoPE,
+}  # fmt: skip
+
+
+def test_names_classes_and_files():
+    assert list(registered()) == sorted(registered()) == hf_posenc.methods()
+    for name, method in registered().items():
+        assert CLASSES[name] is method
+        assert method.name == name
+        assert method.__module__ == f"hf_posenc.methods.{name}"
+        assert method.__name__ in hf_posenc.__all__
+        assert "arXiv" in sys.modules[method.__module__].__doc__
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_method_prints_the_string_that_rebuilds_it(name, data):
+    parameters = data.draw(PARAMETERS[name])
+    method = create(name, **parameters)
+    assert isinstance(method, CLASSES[name])
+    assert parse(str(method)) == method
+    assert str(parse(str(method))) == str(method)
+    assert hash(parse(str(method))) == hash(method)
+    for key, value in parameters.items():
+        assert getattr(method, key) == (tuple(value) if isinstance(value, list) else value)
+    # Spaces and the class in place of the name change nothing.
+    spaced = str(method).replace(",", " , ").replace(":", " : ", 1).replace("=", " = ")
+    assert parse(f" {spaced} ") == method
+    assert create(CLASSES[name], **parameters) == method == create(method)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("yarn:factor=4", hf_posenc.YaRN(factor=4)),
+        ("yarn:factor=4.0", hf_posenc.YaRN(factor=4)),
+        ("yarn:factor=1e1,truncate=False", hf_posenc.YaRN(factor=10, truncate=False)),
+        ("yarn:factor=4,truncate=true,mscale=none", hf_posenc.YaRN(factor=4)),
+        ("dynamic_ntk", hf_posenc.DynamicNTK()),
+        ("dynamic_ntk:", hf_posenc.DynamicNTK()),
+        ("longrope:short_factor=[1,1.5],long_factor=[2, 3.5],switch=long",
+         hf_posenc.LongRoPE(short_factor=(1, 1.5), long_factor=(2, 3.5), switch="long")),
+        ("longrope:switch='stock'", hf_posenc.LongRoPE(switch="stock")),
+    ],
+)  # fmt: skip
+def test_strings(text, expected):
+    assert parse(text) == expected
+
+
+def test_printed_forms():
+    assert str(hf_posenc.YaRN(factor=4)) == "yarn:factor=4"
+    assert str(hf_posenc.YaRN(target_length=8192, beta_fast=32.0)) == "yarn:target_length=8192"
+    assert str(hf_posenc.YaRN(factor=1.1, truncate=False)) == "yarn:factor=1.1,truncate=False"
+    assert str(hf_posenc.DynamicNTK()) == "dynamic_ntk"
+    assert str(hf_posenc.LongRoPE((1.0, 1.5), (2, 3))) == "longrope:short_factor=[1,1.5],long_factor=[2,3]"
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters", "says"),
+    [
+        ("", {}, r"Unknown method: ''.*Available: abf"),
+        (":factor=2", {}, "Unknown method"),
+        ("yarm:factor=2", {}, "Did you mean 'yarn'"),
+        ("YARN:factor=2", {}, "Did you mean 'yarn'"),
+        ("ntk-by-parts:factor=2", {}, "Did you mean 'ntk_by_parts'"),
+        ("dynamic", {}, "Did you mean 'dynamic_ntk'"),
+        ("yarn", {}, "factor.*target_length"),
+        ("yarn:factor", {}, "'factor' in .* is not key=value"),
+        ("yarn:=4", {}, "is not key=value"),
+        ("yarn:factor=4,", {}, "is not key=value"),
+        ("yarn:factor=4,factor=8", {}, "factor stands twice"),
+        ("yarn:factor=4", {"factor": 8}, "factor stands both"),
+        ("yarn:faktor=4", {}, "Did you mean 'factor'"),
+        ("yarn:factor=4,window=8", {}, "Available: factor, target_length, beta_fast"),
+        ("yarn:factor=nan", {}, "factor"),
+        ("yarn:factor=-1", {}, "at least 1"),
+        ("yarn+pi", {}, "2 methods.*give one"),
+        ("yarn:factor=4+dynamic_ntk:factor=2", {}, "2 methods"),
+        ("abf", {}, "needs rope_theta, as in 'abf:rope_theta="),
+        ("partial_rope:fraction=0", {}, "above 0"),
+        ("partial_rope:fraction=1.01", {}, "at most 1"),
+    ],
+)  # fmt: skip
+def test_wrong_strings(text, parameters, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        parse(text, **parameters)
+
+
+@pytest.mark.parametrize(
+    "text", ["yarn:factor=four", "yarn:factor='4'", "yarn:factor=[4]", "dynamic_ntk:granularity=1.5"]
+)
+def test_wrong_types_in_strings(text):
+    with pytest.raises(TypeError, match="number"):
+        parse(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(alphabet="yarn_pidtk:=,+[]. 0123456789'\"-e", max_size=40))
+def test_any_text_is_a_method_or_a_clear_refusal(text):
+    try:
+        method = parse(text)
+    except (ValueError, TypeError) as error:
+        assert len(str(error)) > 20
+        assert type(error) in (ValueError, TypeError)
+    else:
+        assert parse(str(method)) == method
+
+
+def test_methods_are_frozen_and_hashable():
+    method = hf_posenc.YaRN(factor=4)
+    with pytest.raises(AttributeError):
+        method.factor = 8
+    assert {method: 1}[hf_posenc.YaRN(factor=4.0)] == 1
+    assert math.isfinite(hash(hf_posenc.LongRoPE([1, 2], [3, 4])))
