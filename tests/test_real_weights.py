@@ -9,7 +9,7 @@ import hf_posenc
 from eval import data
 from eval.likelihood import token_losses
 
-LENGTH = 10_240
+LENGTH = 16_384
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def test_yarn_and_dynamic_yarn_read_on_where_the_unpatched_model_falls_apart(smo
     finally:
         torch.set_num_threads(threads)
     within = {name: loss[:8191].mean().item() for name, loss in losses.items()}
-    beyond = {name: loss[9215:].mean().item() for name, loss in losses.items()}
-    assert beyond["none"] > beyond["yarn:factor=2"] + 1
-    assert beyond["none"] > beyond["dynamic_yarn"] + 1
+    beyond = {name: loss[-2048:].mean().item() for name, loss in losses.items()}
+    assert beyond["none"] > beyond["yarn:factor=2"] + 2
+    assert beyond["none"] > beyond["dynamic_yarn"] + 2
     assert within["yarn:factor=2"] - within["none"] < 0.05
-    assert torch.equal(losses["dynamic_yarn"][:8191], losses["none"][:8191])
+    assert abs(within["dynamic_yarn"] - within["none"]) < 0.01
