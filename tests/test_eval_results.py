@@ -195,7 +195,7 @@ def test_prefix_mode_shows_loss_by_position(folder, tmp_path):
     assert "Loss by position" in output
     (score,) = json.loads((only(tmp_path) / "scores.json").read_text())["scores"]
     bands = [band for band in score["by_position"] if band["tokens"]]
-    assert (bands[0]["low"], bands[-1]["high"], score["scored_tokens"]) == (0, 128, 127)
+    assert (bands[0]["low"], bands[-1]["high"], score["scored_tokens"]) == (1, 128, 127)
     mean = sum(band["tokens"] * band["loss"] for band in bands) / 127
     assert score["perplexity"] == pytest.approx(math.exp(mean), rel=1e-6)
 
