@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import attention, persistence, twin
-from .families import Family, UnsupportedMethodError, locate, text_config_of
+from .families import Family, UnsupportedMethodError, locate, rotary_sites, text_config_of
 from .journal import Journal
 from .methods.base import FrequencyMethod, LengthMethod, Method
 from .registry import create, registered
@@ -36,6 +36,14 @@ class Patch:
         chosen = next((stock for stock, name in attention.NAMES.items() if name == live), live)
         self.journal.revert()
         owner.config._attn_implementation_internal = chosen
+
+    def replay(self, owner: PreTrainedModel) -> None:
+        """Make it again, on the attention implementation that is in force now."""
+        chosen = owner.config._attn_implementation
+        self.journal.replay()
+        owner.config._attn_implementation_internal = chosen
+        if "_hf_posenc" in vars(owner) and chosen in attention.NAMES:
+            attention.keep_implementation(owner)
 
 
 def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any = None, **parameters: Any) -> Model:
@@ -82,7 +90,7 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
         for module, name, config in detached:
             setattr(module, name, config)
         if previous is not None:
-            previous.journal.replay()
+            previous.replay(owner)
         if isinstance(error, UnsupportedMethodError):
             raise _refusal(model, chosen, error) from error
         raise
@@ -118,7 +126,7 @@ def patched(model: Model, method: str | Method | type[Method], **parameters: Any
         if _patch_of(owner) is not None:
             unpatch(model)
         if previous is not None:
-            previous.journal.replay()
+            previous.replay(owner)
 
 
 def current(model: nn.Module) -> Method | None:
@@ -258,8 +266,15 @@ def _forget_record(family: Family, journal: Journal) -> None:
     if entry is None:
         return
     before, plain = copy.deepcopy(family.config), text_config_of(persistence.without_scheme(family.root.config))
-    for name in ("rope_parameters", "max_position_embeddings"):
-        journal.set(family.config, name, getattr(plain, name))
+    # A family may keep rotary configurations of its own, derived from the model's when it is built.
+    fresh = [(family.config, plain)]
+    fresh += [
+        (site.config, built.config)
+        for site, built in zip(family.sites, rotary_sites(twin.build(family.owner, plain)), strict=True)
+    ]
+    for config, original in fresh:
+        for name in ("rope_parameters", "max_position_embeddings"):
+            journal.set(config, name, copy.deepcopy(getattr(original, name)))
     for config in {id(config): config for config in (family.root.config, family.config)}.values():
         journal.forget(config, "hf_posenc")
         journal.forget(config, "attn_implementation")

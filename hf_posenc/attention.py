@@ -260,7 +260,7 @@ def _rows(stock: str, mask, key, start: int, stop: int, causal: bool, decoding: 
 def before_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Pre-hook of the model that owns the rotation: hand the positions of this forward down to its attention."""
     scheme: Scheme = vars(owner)["_hf_posenc"]
-    _keep_implementation(owner, scheme)
+    keep_implementation(owner)
     named = {**dict(zip(scheme.parameters, args, strict=False)), **kwargs}
     found = positions.read(named)
     if found is None:
@@ -296,8 +296,9 @@ def take_from_rotation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
             vars(module)["_hf_posenc"].scheme.context = part._hf_posenc
 
 
-def _keep_implementation(owner: nn.Module, scheme: Scheme) -> None:
+def keep_implementation(owner: nn.Module) -> None:
     """A backend chosen after patching does the stock part; the scheme stays in charge."""
+    scheme: Scheme = vars(owner)["_hf_posenc"]
     config: Any = owner.config
     chosen = config._attn_implementation
     if chosen in NAMES.values():
@@ -354,6 +355,10 @@ def install(
             module, "_hf_posenc", Layer(scheme, plan if plan.source in sources else replace(plan, source=None))
         )
         changed_configs[id(module.config)] = module.config
+    for name, module in live.items():
+        # What the probe did not reach, such as attention to images, shares the configuration: it stays stock.
+        if id(vars(module).get("config")) in changed_configs and "_hf_posenc" not in vars(module):
+            journal.set(module, "_hf_posenc", Layer(scheme, Plan(name, None)))
     for config in changed_configs.values():
         journal.set(config, "_attn_implementation_internal", NAMES[stock])
     journal.before_forward(owner, before_forward)

@@ -54,13 +54,20 @@ def recorded(config: PreTrainedConfig) -> dict[str, Any] | None:
     entry = getattr(config, "hf_posenc", None) or getattr(text_config_of(config), "hf_posenc", None)
     if entry is None:
         return None
-    if not isinstance(entry, dict) or "method" not in entry or "original" not in entry:
-        raise ValueError(f"config.hf_posenc is not a scheme that this package wrote: {entry!r}.")
-    if entry.get("version", 0) > VERSION:
+    if isinstance(entry, dict) and entry.get("version", 0) > VERSION:
         raise ValueError(
             f"config.hf_posenc has version {entry['version']}, this package reads up to {VERSION}: upgrade hf_posenc."
         )
+    if not _is_record(entry):
+        raise ValueError(f"config.hf_posenc is not a scheme that this package wrote: {entry!r}.")
     return entry
+
+
+def _is_record(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("method"), str):
+        return False
+    original = entry.get("original")
+    return isinstance(original, dict) and {"rope_parameters", "max_position_embeddings", "length"} <= original.keys()
 
 
 def without_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -149,9 +156,10 @@ def read_sidecar(folder: str | Path) -> dict[str, Any] | None:
         return None
     try:
         entry = json.loads(path.read_text())
-        entry["method"], entry["original"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except json.JSONDecodeError as error:
         raise ValueError(f"{path} does not hold a scheme ({error}): save the adapter again.") from error
+    if not _is_record(entry):
+        raise ValueError(f"{path} does not hold a scheme: save the adapter again.")
     return entry
 
 

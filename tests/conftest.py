@@ -10,9 +10,7 @@ import torch
 
 
 def pytest_configure(config):
-    config.addinivalue_line("filterwarnings", "error::FutureWarning:transformers")
-    config.addinivalue_line("filterwarnings", "error::DeprecationWarning:transformers")
-    config.addinivalue_line("filterwarnings", "error::FutureWarning:hf_posenc")
+    config.addinivalue_line("filterwarnings", "error::FutureWarning")
     # PEFT asks for it by the old name.
     config.addinivalue_line("filterwarnings", "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
     torch.set_num_threads(1)

@@ -12,6 +12,7 @@ import pytest
 import reference
 import torch
 from tiny import TL, tiny_model, tokens
+from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
@@ -261,6 +262,20 @@ def test_padded_prompts_continued_with_a_cache():
                 assert_close(torch.cat(pieces, dim=1)[index], logits, atol=1e-8, rtol=0)
 
 
+def test_a_cache_repeated_for_more_rows():
+    """One padded prompt, three continuations: every copy of its keys stands where the prompt stood."""
+    model = llama()
+    prompt, rest = tokens(1, 50, 5), tokens(3, 30, 6)
+    ids, mask = padded([prompt[0], tokens(1, 60, 7)[0]], "right")
+    cache = DynamicCache(config=model.config)
+    model(ids[:1], attention_mask=mask[:1], use_cache=True, **{CACHE: cache})
+    cache.batch_repeat_interleave(3)
+    together = torch.cat((mask[:1].expand(3, -1), torch.ones(3, 30, dtype=torch.long)), dim=1)
+    ours = model(rest, attention_mask=together, use_cache=True, **{CACHE: cache}).logits
+    alone = model(torch.cat((prompt.expand(3, -1), rest), dim=1)).logits[:, 50:]
+    assert_close(ours, alone, atol=1e-8, rtol=0)
+
+
 def test_crop_and_go_on():
     """Assisted decoding takes rejected tokens out of the cache again."""
     model, ids = llama(), tokens(1, 100)
@@ -447,6 +462,22 @@ def test_granularity_only_saves_work():
     assert (first - second)[:, LENGTH:].abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("method", ["dynamic_ntk", "dynamic_yarn"])
+def test_a_scaled_checkpoint_counts_from_the_original(family, method):
+    """YaRN that a checkpoint carries is gone, the softmax scale of latent attention included, and comes back."""
+    carried = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": LENGTH}
+    carried |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+    model, ids = tiny_model(family, rope_parameters=carried, max_position_embeddings=256), tokens(1, 100)
+    plain = tiny_model(family)
+    plain.load_state_dict(model.state_dict())
+    stock = model(ids).logits
+    hf_posenc.patch(model, method)
+    assert_close(model(ids).logits, hf_posenc.patch(plain, method)(ids).logits, atol=1e-4, rtol=0)
+    assert model.config.rope_parameters["rope_type"] == "default"
+    assert torch.equal(hf_posenc.unpatch(model)(ids).logits, stock)
+
+
 # --- training --------------------------------------------------------------------------------------------------------
 
 
@@ -516,6 +547,7 @@ def test_dropout_stays_in_training_gradient():
 
 def test_lora_either_way_gradient():
     """A patch over PEFT is PEFT over a patch; adapters can be switched off; every factor gets a gradient."""
+    pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model
 
     def adapted(model):
@@ -559,8 +591,53 @@ def test_bfloat16_before_and_after():
 
 
 def test_compiles():
-    """Past the trained length too; without the inductor, which would take minutes."""
+    """Past the trained length too; by the eager backend, since the inductor would take minutes."""
     torch._dynamo.reset()
     model, ids = hf_posenc.patch(TL(), "dynamic_ntk"), tokens(1, 70)
     compiled = torch.compile(model, backend="eager")
     assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "dynamic_yarn:granularity=1"])
+def test_decoding_compiles_without_a_graph_break(method):
+    """One graph for every step with a static cache, across the trained length."""
+    torch._dynamo.reset()
+    model, ids, counter = hf_posenc.patch(TL(), method), tokens(2, 80), CompileCounter()
+    whole, cache = model(ids).logits, StaticCache(config=model.config, max_cache_len=96)
+    model(ids[:, :50], use_cache=True, **{CACHE: cache})
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for step in range(50, 80):
+        places = torch.full((2, 1), step)
+        out = compiled(ids[:, step : step + 1], position_ids=places, use_cache=True, **{CACHE: cache})
+        assert_close(out.logits[:, 0], whole[:, step], atol=1e-4, rtol=0)
+    assert counter.frame_count == 1
+
+
+def test_three_axes_in_pieces():
+    """Image positions with a cache; a fourth row of plain text positions changes nothing."""
+    model, ids = hf_posenc.patch(built("qwen2_vl"), "dynamic_ntk:granularity=1"), tokens(1, 90)
+    line = torch.arange(90)
+    places = torch.stack((line, line // 2, line % 9))[:, None]
+    whole, cache, pieces = model(ids, position_ids=places).logits, None, []
+    assert torch.equal(model(ids, position_ids=torch.cat((line[None, None], places))).logits, whole)
+    for start, stop in ((0, 40), (40, 70), (70, 71), (71, 90)):
+        given = {"position_ids": places[..., start:stop], CACHE: cache}
+        out = model(ids[:, start:stop], use_cache=True, **given)
+        cache = out[CACHE]
+        pieces.append(out.logits)
+    assert_close(torch.cat(pieces, dim=1), whole, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_oss", "cohere2", "nemotron", "qwen2_vl"])
+def test_generate_static_and_beams_with_left_padding(family):
+    model = hf_posenc.patch(built(family), "dynamic_ntk:granularity=1")
+    rows = [tokens(1, length, length)[0] for length in (30, 61)]
+    ids, mask = padded(rows, "left")
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    static = {"cache_implementation": "static", "disable_compile": True}
+    made = model.generate(ids, **options, **static)
+    for index, row in enumerate(rows):
+        assert made[index, 61:].tolist() == greedy(model, row[None], 12)[0, len(row) :].tolist()
+    recomputed = model.generate(ids, num_beams=2, use_cache=False, **options)
+    assert torch.equal(model.generate(ids, num_beams=2, **options), recomputed)
+    assert torch.equal(model.generate(ids, num_beams=2, **options, **static), recomputed)

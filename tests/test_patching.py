@@ -20,6 +20,7 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import hf_posenc
+from hf_posenc.journal import Journal
 
 IDS = tokens(2, 96)
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
@@ -316,6 +317,28 @@ def test_nothing_of_transformers_is_rebound():
     assert changed == []
     assert [name for name in added if not name.startswith("hf_posenc")] == []
     assert "hf_posenc" in added
+
+
+def test_the_journal_goes_back_last_in_first_out():
+    """An attribute that was set twice, a child swapped twice and one that was not there; then all of it again."""
+    owner = nn.Module()
+    owner.child, owner.number = nn.Linear(1, 1), 1
+    first, children = owner.child, [nn.Linear(1, 1), nn.Linear(1, 1)]
+    journal = Journal()
+    for turn in range(2):
+        journal.set(owner, "number", turn + 2)
+        journal.set(owner, "absent", turn)
+        journal.swap(owner, "child", children[turn])
+    journal.forget(owner, "number")
+    for _ in range(2):
+        assert (owner.absent, owner.child) == (1, children[1])
+        assert not hasattr(owner, "number")
+        journal.revert()
+        assert (owner.number, owner.child) == (1, first)
+        assert not hasattr(owner, "absent")
+        journal.replay()
+    journal.rollback(1)
+    assert (owner.number, owner.child) == (2, first)
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------
@@ -633,6 +656,7 @@ def test_methods_lists_what_a_model_can_take():
 
 
 def adapted(model, kind: str = "lora", seed: int = 11):
+    pytest.importorskip("peft")
     from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
     torch.manual_seed(seed)
@@ -661,7 +685,7 @@ def test_peft_from_outside_and_inside(method):
     assert torch.equal(logits(wrapped), stock)
 
 
-def test_prefix_tuning():
+def test_prefix_tuning_is_refused():
     """Its learned keys stand in the cache as if turned already: fine for tables, refused inside attention."""
     wrapped = adapted(TL(), "prefix")
     hf_posenc.patch(wrapped, "yarn:factor=4")
@@ -670,6 +694,11 @@ def test_prefix_tuning():
         with pytest.raises(hf_posenc.UnsupportedMethodError, match=r"dynamic_ntk.*prefix tuning"):
             hf_posenc.patch(model, "dynamic_ntk")
     assert hf_posenc.current(wrapped) is before
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_prefix_tuning():
+    """Put on after the patch."""
     late = adapted(hf_posenc.patch(TL(), "dynamic_ntk"), "prefix")
     with pytest.raises((ValueError, RuntimeError), match="prefix tuning"):
         logits(late)
@@ -698,6 +727,24 @@ def test_the_inner_model():
     hf_posenc.patch(inner, "dynamic_ntk")
     assert (inner(IDS).last_hidden_state - expected).abs().max() > 0.1
     assert torch.equal(hf_posenc.unpatch(inner)(IDS).last_hidden_state, expected)
+
+
+def test_attention_that_the_probe_does_not_reach():
+    """Attention to images shares the configuration of the text, and stays as it is."""
+    model = tiny_model("mllama_text_model")
+    for layer in model.model.layers:
+        if hasattr(layer, "cross_attn_attn_gate"):
+            layer.cross_attn_attn_gate.fill_(1.0)
+    images = {
+        "cross_attention_states": torch.randn(2, 10, 64),
+        "cross_attention_mask": torch.zeros(2, 1, 96, 10),
+        "full_text_row_masked_out_mask": torch.ones(2, 1, 96, 1),
+    }
+    stock = model(IDS, **images).logits
+    assert (stock - logits(model)).abs().max() > 0.1
+    hf_posenc.patch(model, "dynamic_ntk:granularity=1")
+    assert_close(model(IDS, **images).logits[:, :64], stock[:, :64], atol=1e-5, rtol=0)
+    assert (model(IDS, **images).logits - stock).abs().max() > 0.1
 
 
 def test_torch_compile_wrapper_and_module_wrapper():

@@ -184,7 +184,7 @@ def test_what_the_configuration_says(tmp_path):
         ({"method": "yarn:factor=4", "version": 99, "original": {}}, "version 99.*upgrade"),
         ({"method": "yarn:factor=4", "version": 1}, "not a scheme"),
         ("yarn", "not a scheme"),
-        ({"method": "nothing", "version": 1, "original": None}, "Unknown method|not a scheme"),
+        ({"method": "yarn:factor=4", "version": 1, "original": None}, "not a scheme"),
     ],
 )
 def test_a_damaged_record(record, says, tmp_path):
@@ -214,6 +214,7 @@ def test_arguments_of_from_pretrained(tmp_path):
         assert_close(logits(eager), logits(hf_posenc.patch(TL(), method)), atol=1e-4, rtol=0)
         given = hf_posenc.from_pretrained(tmp_path, config=AutoConfig.from_pretrained(tmp_path))
         assert torch.equal(logits(given), logits(hf_posenc.patch(TL(), method)))
+        pytest.importorskip("accelerate")
         mapped = hf_posenc.from_pretrained(tmp_path, device_map="cpu")
         assert torch.equal(logits(mapped), logits(hf_posenc.patch(TL(), method)))
 
@@ -252,6 +253,7 @@ def test_a_plainly_loaded_model_is_patched_from_its_original(tmp_path):
 
 
 def adapted(model, kind: str = "lora", name: str = "default", seed: int = 11):
+    pytest.importorskip("peft")
     from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
     torch.manual_seed(seed)
@@ -314,6 +316,7 @@ def test_a_scheme_that_changes_after_the_adapter_was_made(base, tmp_path):
 
 
 def test_adapters_with_names(base, tmp_path):
+    pytest.importorskip("peft")
     from peft import LoraConfig
 
     model = adapted(hf_posenc.patch(load(base), "dynamic_ntk"), name="first")
