@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import threading
 
 import pytest
 import tiny
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_posenc
-from hf_posenc import persistence
+from hf_posenc import gguf, persistence, twin
 
 KINDS = ["yarn:factor=4", "ntk:factor=2", "partial_rope:fraction=0.5", "dynamic_ntk:granularity=1", "dynamic_yarn"]
 OWN = KINDS[2:]
@@ -188,6 +189,59 @@ def test_a_backend_chosen_later_keeps_the_scheme():
     model.set_attn_implementation("eager")
     torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=0)
     assert model(IDS, output_attentions=True).attentions[0].shape == (1, 4, 100, 100)
+
+
+def test_a_given_mask_keeps_every_key_it_shows():
+    """A prefix that sees itself in both directions crosses the segments of a dynamic method."""
+    mask = torch.full((100, 100), torch.finfo(torch.float32).min).triu(1)
+    mask[:90, :90] = 0
+    found = []
+    for implementation in ("sdpa", "eager"):
+        model = tiny.TL()
+        model.set_attn_implementation(implementation)
+        hf_posenc.patch(model, "dynamic_ntk:granularity=8")
+        with torch.no_grad():
+            found.append(model(IDS, attention_mask=mask[None, None], use_cache=False).logits)
+    torch.testing.assert_close(*found, atol=1e-4, rtol=0)
+
+
+def test_a_forward_in_another_thread_is_not_the_probes():
+    model = hf_posenc.patch(tiny.TL(), "dynamic_ntk")
+    expected, inside, answers = logits(model), threading.Event(), []
+
+    def forward():
+        inside.wait(10)
+        answers.append(logits(model))
+
+    class Gate(twin.Probe):
+        """Lets the other thread run while this one probes."""
+
+        def attend(self, *args, **kwargs):
+            inside.set()
+            other.join(10)
+            return super().attend(*args, **kwargs)
+
+    other = threading.Thread(target=forward)
+    other.start()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(twin, "Probe", Gate)
+        hf_posenc.patch(tiny.TL(), "dynamic_ntk")
+    assert len(answers) == 1 and torch.equal(answers[0], expected)
+
+
+def test_a_gguf_model_is_made_plain(tmp_path):
+    model = tiny.TL()
+    with pytest.raises(ValueError, match="not loaded from a GGUF"):
+        gguf.to_plain(model)
+    model.is_quantized, model.quantization_method, model.hf_quantizer = True, "gguf", None
+    model.config.quantization_config = {"quant_method": "gguf"}
+    gguf.to_plain(model).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(plain), logits(tiny.TL())) and not hasattr(plain.config, "quantization_config")
+    model.quantization_method = "gguf"
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match="still packed"):
+        gguf.to_plain(model)
 
 
 WRONG = {
