@@ -14,9 +14,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from . import attention, persistence, twin
 from .families import Family, UnsupportedMethodError, locate, rotary_sites, text_config_of
 from .journal import Journal
-from .methods.base import FrequencyMethod, LengthMethod, Method
+from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, PositionMap, Stack
 from .registry import create, registered
-from .rotary import Ropes, configs, fill_frequencies, main_rope, read_ropes, strip_scaling, write_frequencies
+from .rotary import (
+    Ropes,
+    configs,
+    fill_frequencies,
+    keep_frequencies,
+    main_rope,
+    move_positions,
+    read_ropes,
+    strip_scaling,
+    write_frequencies,
+)
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -241,12 +251,24 @@ def _change_rotation(model: nn.Module, family: Family, method: Method, ropes: Ro
             if not isinstance(method, LengthMethod):
                 raise
             journal.rollback(mark)
-    assert isinstance(method, LengthMethod)
-    plans = twin.plan(family)
-    strip_scaling(family, journal)
-    tables = {index: [(slot, *method.trained(rope)) for slot, rope in slots] for index, slots in ropes.items()}
-    fill_frequencies(family, method, tables, journal)
-    attention.install(locate(model), method, ropes, plans, model, journal)
+    assert isinstance(method, AttentionMethod)
+    plans, rope = twin.plan(family), main_rope(family, ropes)
+    method.check(rope)
+    capacity = None
+    if isinstance(method, LengthMethod):
+        strip_scaling(family, journal)
+        tables = {index: [(slot, *method.trained(rope)) for slot, rope in slots] for index, slots in ropes.items()}
+        fill_frequencies(family, method, tables, journal)
+    else:
+        top = method.top if isinstance(method, Stack) else method
+        assert isinstance(top, PositionMap)
+        if isinstance(method, Stack):
+            write_frequencies(family, method.base, ropes, journal)
+        else:
+            keep_frequencies(family, method, ropes, journal)
+        move_positions(locate(model), top, ropes)
+        capacity = method.extended_length(rope)
+    attention.install(locate(model), method, capacity, ropes, plans, model, journal)
     return False
 
 

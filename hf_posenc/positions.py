@@ -19,11 +19,13 @@ class Positions:
     """Positions of one forward, (axes, batch, length) int64; images and video have three axes, text one.
 
     ``keys`` are those of all slots of the cache up to now; ``total`` is their number, a tensor for static caches.
+    ``padding`` is the 2-D mask of the forward, (batch, slots), zero where a slot holds no token.
     """
 
     queries: torch.Tensor
     keys: torch.Tensor
     total: int | torch.Tensor
+    padding: torch.Tensor | None = None
 
     def of_keys(self, length: int) -> torch.Tensor:
         """Positions of the last ``length`` slots, or of a static buffer of that size: (axes, batch, length)."""
@@ -57,7 +59,8 @@ def read(arguments: dict[str, Any]) -> Positions | None:
     if arguments.get("position_ids") is None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         arguments["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
     new = _new_positions(arguments.get("position_ids"), tokens, past)
-    positions = Positions(new, *_all_positions(cache, new, past))
+    padding = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    positions = Positions(new, *_all_positions(cache, new, past), padding)
     if cache is not None:
         positions.remember(cache)
     return positions

@@ -5,7 +5,7 @@ import difflib
 import re
 from typing import Any, TypeVar
 
-from .methods.base import Method
+from .methods.base import FrequencyMethod, Method, PositionMap, Stack
 
 _METHODS: dict[str, type[Method]] = {}
 # What transformers and others call them.
@@ -43,18 +43,40 @@ def create(method: "str | Method | type[Method]", **parameters: Any) -> Method:
 
 
 def parse(text: str, **parameters: Any) -> Method:
-    """Read ``"yarn:factor=4,beta_fast=16"``.
+    """Read ``"yarn:factor=4,beta_fast=16"``, or a position map over a frequency method, joined by ``+``.
+
+    Args:
+        parameters: of the first method
 
     Raises:
         ValueError: as for ``create``.
     """
-    parts = re.split(r"\+(?=\s*[a-z_])", text.strip())
-    if len(parts) > 1:
-        raise ValueError(
-            f"{text!r} joins {len(parts)} methods, but each of the registered ones sets the frequencies: give one. "
-            f"Available: {', '.join(registered())}."
-        )
-    name, _, arguments = parts[0].partition(":")
+    first, *others = (
+        _parse_one(text, part, parameters if index == 0 else {})
+        for index, part in enumerate(re.split(r"\+(?=\s*[a-z_])", text.strip()))
+    )
+    return join(first, *others) if others else first
+
+
+def join(*methods: Method) -> Method:
+    """One method out of a position map and a frequency method, in either order.
+
+    Raises:
+        ValueError: others, or more of them, that would contend for the same thing.
+    """
+    maps = [method for method in methods if isinstance(method, PositionMap)]
+    bases = [method for method in methods if isinstance(method, FrequencyMethod)]
+    if len(methods) == 2 and len(maps) == len(bases) == 1:
+        return Stack(maps[0], bases[0])
+    raise ValueError(
+        f"{' + '.join(method.name for method in methods)} do not combine: give one, or a position map "
+        f"({', '.join(name for name, method in registered().items() if issubclass(method, PositionMap))}) over one "
+        "frequency method, as in 'rerope:window=2048+yarn:factor=2'."
+    )
+
+
+def _parse_one(text: str, part: str, parameters: dict[str, Any]) -> Method:
+    name, _, arguments = part.partition(":")
     name = name.strip()
     if name not in _METHODS:
         raise ValueError(_unknown("method", name, list(registered())))

@@ -1,5 +1,6 @@
 """Frequencies put in place: the rotary modules rebuilt from an edited configuration, or filled by our own formula."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -9,20 +10,31 @@ from transformers import PreTrainedConfig
 from . import twin
 from .families import Family, Site, Slot, UnsupportedMethodError, Wrapper, is_global, read_rope
 from .journal import Journal
-from .methods.base import FrequencyMethod, Method, Rope
+from .methods.base import FrequencyMethod, Method, PositionMap, Rope
 
 
 class PatchedRotary(Wrapper):
     """A family's own rotary module whose frequencies stay float32 when the model is cast.
 
     ``model.to(torch.bfloat16)`` rounds the frequencies of a bare rotary module, which moves far positions.
+
+    Attributes:
+        moves: the method that says at which position the cache holds a token; None: at its own
+        labels: of the layer types whose tokens move
     """
 
     def __init__(self, inner: nn.Module, scheme: str):
         super().__init__(inner)
         self.scheme = scheme
+        self.moves: PositionMap | None = None
+        self.labels: list[str | None] = []
 
     def forward(self, *args, **kwargs):
+        if self.moves is not None:
+            bound = inspect.signature(self.inner.forward).bind(*args, **kwargs)
+            if bound.arguments.get("layer_type") in self.labels:
+                bound.arguments["position_ids"] = self.moves.held(bound.arguments["position_ids"])
+            args, kwargs = bound.args, bound.kwargs
         return self.inner(*args, **kwargs)
 
     def _apply(self, fn, recurse=True):
@@ -113,6 +125,39 @@ def fill_frequencies(
                     f"has no key for {method} on it."
                 )
         _install(site, fresh, method, journal)
+
+
+def keep_frequencies(family: Family, method: Method, ropes: Ropes, journal: Journal) -> None:
+    """Put every rotary module under our care with the frequencies it has.
+
+    Raises:
+        UnsupportedMethodError: they change with the length of each call.
+    """
+    for index, site in enumerate(family.sites):
+        for slot, _ in ropes[index]:
+            kind = site.entry(slot).get("rope_type", "default")
+            if kind in ("dynamic", "longrope"):
+                raise UnsupportedMethodError(
+                    f"The {kind!r} scaling of this checkpoint changes with the length of each call: put {method.name} "
+                    f"over a fixed one, such as '{method}+yarn:factor=4' or '+longrope:switch=long'."
+                )
+        _install(site, site.rebuild(site.config), method, journal)
+
+
+def move_positions(family: Family, method: PositionMap, ropes: Ropes) -> None:
+    """Let rotary modules that were just installed rotate tokens to where the cache is to hold them.
+
+    Raises:
+        UnsupportedMethodError: a rotary module that is not given positions.
+    """
+    for index, site in enumerate(family.sites):
+        if not ropes[index]:
+            continue
+        rotary = site.parent
+        assert isinstance(rotary, PatchedRotary)
+        if "position_ids" not in inspect.signature(site.module.forward).parameters:
+            raise UnsupportedMethodError(f"The rotary module of {family.title} is not told positions.")
+        rotary.moves, rotary.labels = method, [slot.label for slot, _ in ropes[index]]
 
 
 def strip_scaling(family: Family, journal: Journal) -> None:

@@ -1,0 +1,52 @@
+"""Leaky ReRoPE: beyond a window distances grow more slowly (Su 2023, kexue.fm/archives/9731).
+
+    D < w:   D
+    D >= w:  w + s (D - w)
+
+Reads w + (L - w) / s tokens before a distance beyond the trained L appears. Verified against tests/reference.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..registry import register
+from .base import Part, PositionMap, Rope, Traits, itself, require_integer, require_number, warn_beyond
+
+
+@register
+@dataclass(frozen=True)
+class LeakyReRoPE(PositionMap):
+    """Leaky ReRoPE with a ``window`` in tokens and a ``scale`` s between 0 and 1 for what lies beyond."""
+
+    window: int
+    scale: float
+    logn: bool = False
+
+    name = "leaky_rerope"
+    traits = Traits("query and key", keeps_stock_kernels=False, needs_training=False, reads_past_trained_length=True)
+
+    def __post_init__(self) -> None:
+        require_integer(self, "window", at_least=1)
+        require_number(self, "scale", above=0)
+        if self.scale >= 1:
+            raise ValueError(f"scale of 'leaky_rerope' is below 1, got {self.scale!r}; 1 would be plain RoPE.")
+
+    def extended_length(self, rope: Rope) -> int:
+        return max(rope.configured_length, self.window + int((rope.configured_length - self.window) / self.scale))
+
+    def check(self, rope: Rope) -> None:
+        warn_beyond(self, rope)
+
+    @property
+    def plain_until(self) -> int:
+        return self.window
+
+    def far(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.scale * positions.double()
+
+    def parts(self) -> tuple[Part, ...]:
+        return (
+            Part(0, self.window, itself, plain_keys=True),
+            Part(self.window, None, lambda i: self.scale * i.double() + self.window * (1 - self.scale)),
+        )

@@ -1,0 +1,45 @@
+"""ReRoPE: distances stop growing at a window (Su 2023, kexue.fm/archives/9708).
+
+    min(D, w)
+
+No text is too long. Positions beyond the window are all alike, so only content tells far tokens apart. Verified
+against tests/reference.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..registry import register
+from .base import Part, PositionMap, Rope, Traits, itself, require_integer, warn_beyond
+
+
+@register
+@dataclass(frozen=True)
+class ReRoPE(PositionMap):
+    """ReRoPE with a ``window`` in tokens."""
+
+    window: int
+    logn: bool = False
+
+    name = "rerope"
+    traits = Traits("query and key", keeps_stock_kernels=False, needs_training=False, reads_past_trained_length=True)
+
+    def __post_init__(self) -> None:
+        require_integer(self, "window", at_least=1)
+
+    def check(self, rope: Rope) -> None:
+        warn_beyond(self, rope)
+
+    @property
+    def plain_until(self) -> int:
+        return self.window
+
+    def far(self, positions: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(positions)
+
+    def parts(self) -> tuple[Part, ...]:
+        return (
+            Part(0, self.window, itself, plain_keys=True),
+            Part(self.window, None, lambda i: torch.full_like(i, self.window)),
+        )
