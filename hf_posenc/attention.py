@@ -17,6 +17,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from . import compat, positions, twin
 from .families import Family, Site, Slot, UnsupportedMethodError, live_modules
 from .functional import rotate, wide_dtype
+from .guard import NOT_IN_FORCE
 from .journal import Journal
 from .methods.base import LengthMethod, Rope
 from .persistence import adapters_of
@@ -116,10 +117,7 @@ def attention_forward(
         )
     layer: Layer | None = vars(module).get("_hf_posenc")
     if layer is None:
-        raise RuntimeError(
-            "This model was configured for hf_posenc but no scheme is in force on it. Load it with "
-            "hf_posenc.from_pretrained(...), or call hf_posenc.restore(model)."
-        )
+        raise RuntimeError(NOT_IN_FORCE)
     scheme = layer.scheme
     stock = stock_attention(module, scheme.stock)
     causal = kwargs.get("is_causal")

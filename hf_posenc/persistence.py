@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .families import Family, text_config_of
+from .guard import guarded
 from .journal import Journal
 from .methods.base import Method
 
@@ -32,14 +33,16 @@ def record(
 ) -> None:
     """Write the scheme into the configuration, and into every adapter of ``model`` saved from now on.
 
-    A scheme that plain transformers cannot express also names an attention implementation that only this package
-    registers, so that a plain load stops with an error instead of dropping the scheme.
+    A scheme that plain transformers cannot express also names a rope type and an attention implementation that only
+    this package registers, so that a plain load stops with an error instead of dropping the scheme.
     """
     entry = {"method": str(method), "version": VERSION, "original": original}
     for config in {id(config): config for config in (family.root.config, family.config)}.values():
         journal.set(config, "hf_posenc", entry)
         if not native:
             journal.set(config, "attn_implementation", "hf_posenc")
+    if not native:
+        journal.set(family.config, "rope_parameters", guarded(family.config.rope_parameters))
     journal.before_state_dict(family.root, watch_adapters)
     if model is not family.root:
         _watch(model, family.root)
