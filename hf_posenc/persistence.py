@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from . import twin
 from .families import Family, text_config_of
 from .guard import guarded
 from .journal import Journal
@@ -42,10 +43,21 @@ def record(
         if not native:
             journal.set(config, "attn_implementation", "hf_posenc")
     if not native:
-        journal.set(family.config, "rope_parameters", guarded(family.config.rope_parameters))
+        _guard(family, journal)
     journal.before_state_dict(family.root, watch_adapters)
     if model is not family.root:
         _watch(model, family.root)
+
+
+def _guard(family: Family, journal: Journal) -> None:
+    """Name our rope type, unless the family builds nothing but types that it lists itself (Phi-3)."""
+    mark = len(journal.entries)
+    journal.set(family.config, "rope_parameters", guarded(family.config.rope_parameters))
+    try:
+        family.config.validate_rope()
+        twin.build(family.owner, family.config)
+    except (ValueError, KeyError, TypeError):
+        journal.rollback(mark)
 
 
 def recorded(config: PreTrainedConfig) -> dict[str, Any] | None:
