@@ -14,13 +14,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from . import compat, positions, twin
+from . import compat, positions, prefixes, twin
 from .families import Family, Site, Slot, UnsupportedMethodError, live_modules
 from .functional import rotate, wide_dtype
 from .guard import NOT_IN_FORCE
 from .journal import Journal
 from .methods.base import LengthMethod, Rope
-from .persistence import adapters_of
 from .positions import Positions
 from .rotary import Ropes
 from .twin import Plan
@@ -328,12 +327,8 @@ def install(
             f"{method} runs inside attention on top of {' or '.join(NAMES)}, but the attention implementation of "
             f"{family.title} is {stock!r}: call model.set_attn_implementation('sdpa') first."
         )
-    adapters = [adapter for module in wrapper.modules() for adapter in adapters_of(module)]
-    if any(str(getattr(adapter, "peft_type", "")).endswith("PREFIX_TUNING") for adapter in adapters):
-        raise UnsupportedMethodError(
-            f"{method} turns cached keys, and prefix tuning puts learned keys into the cache as if they were already "
-            "turned: use a frequency method, or another kind of adapter."
-        )
+    for module in wrapper.modules():
+        prefixes.refuse(module, method)
     slots = [(index, slot.label) for index, site in enumerate(family.sites) for slot in site.slots]
     sources = {
         slots.index((index, slot.label)): Source(rope, _pair_axes(family.sites[index], slot, rope))
