@@ -177,7 +177,7 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> Any:
     Raises:
         ValueError: an adapter's scheme does not fit its base model.
     """
-    if Path(path, "adapter_config.json").exists():
+    if Path(path, persistence.ADAPTER).exists():
         return _load_adapter(path, **kwargs)
     model, method = persistence.load_base(path, **kwargs)
     return patch(model, method) if method else model
@@ -187,17 +187,20 @@ def _load_adapter(path: str | Path, **kwargs: Any) -> Any:
     from peft import PeftConfig, PeftModel
 
     entry = persistence.read_sidecar(path)
-    base_path = PeftConfig.from_pretrained(path).base_model_name_or_path
+    settings = PeftConfig.from_json_file(str(Path(path, persistence.ADAPTER)))
+    settings.pop(persistence.WARNING, None)
+    config = PeftConfig.from_peft_type(**settings)
+    base_path = config.base_model_name_or_path
     if not base_path:
         raise ValueError(
             f"{path} does not say which base model it belongs to: load that one, call hf_posenc.patch(model, "
             f"{entry['method'] if entry else None!r}), then PeftModel.from_pretrained(model, {str(path)!r})."
         )
     if entry is None:
-        return PeftModel.from_pretrained(from_pretrained(base_path, **kwargs), path)
+        return PeftModel.from_pretrained(from_pretrained(base_path, **kwargs), path, config=config)
     base, _ = persistence.load_base(base_path, **kwargs)
     persistence.check_base(entry, base.config, path)
-    return PeftModel.from_pretrained(patch(base, entry["method"]), path)
+    return PeftModel.from_pretrained(patch(base, entry["method"]), path, config=config)
 
 
 def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -> Method:

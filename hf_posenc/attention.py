@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from . import compat, positions, prefixes, twin
+from . import adapters, compat, positions, twin
 from .families import Family, Site, Slot, UnsupportedMethodError, live_modules
 from .functional import rotate, wide_dtype
 from .guard import NOT_IN_FORCE
@@ -328,7 +328,7 @@ def install(
             f"{family.title} is {stock!r}: call model.set_attn_implementation('sdpa') first."
         )
     for module in wrapper.modules():
-        prefixes.refuse(module, method)
+        adapters.refuse_prefixes(module, method)
     slots = [(index, slot.label) for index, site in enumerate(family.sites) for slot in site.slots]
     sources = {
         slots.index((index, slot.label)): Source(rope, _pair_axes(family.sites[index], slot, rope))

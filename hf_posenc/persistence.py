@@ -17,6 +17,9 @@ from .journal import Journal
 from .methods.base import Method
 
 SIDECAR = "hf_posenc.json"
+ADAPTER = "adapter_config.json"
+# A key of ADAPTER: PEFT shows those that it does not know when it loads an adapter.
+WARNING = "load with hf_posenc.from_pretrained"
 VERSION = 1
 
 
@@ -46,7 +49,7 @@ def record(
         _guard(family, journal)
     journal.before_state_dict(family.root, watch_adapters)
     if model is not family.root:
-        _watch(model, family.root)
+        watch(model, family.root)
 
 
 def _guard(family: Family, journal: Journal) -> None:
@@ -135,12 +138,13 @@ def watch_adapters(root: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Pre-hook of ``state_dict``: PEFT configurations of ``root`` write the scheme wherever they are saved.
 
     PEFT wraps a model after it was patched and tells nobody, but it takes the state dict before it saves, and leaves
-    its configurations on the model. Prompt learning does neither: patch the PEFT model itself there.
+    its configurations on the model. Where it leaves them on the wrapper, ``adapters`` sees to it.
     """
-    _watch(root, root)
+    watch(root, root)
 
 
-def _watch(holder: nn.Module, root: nn.Module) -> None:
+def watch(holder: nn.Module, root: nn.Module) -> None:
+    """Let the PEFT configurations on ``holder`` write the scheme of ``root`` when they are saved."""
     for adapter in adapters_of(holder):
         adapter.save_pretrained = functools.partial(_save_with_scheme, type(adapter), adapter, root.config)
 
@@ -154,10 +158,12 @@ def adapters_of(module: nn.Module) -> list[Any]:
 def _save_with_scheme(adapter_class: Any, adapter: Any, config: Any, folder: str, *args: Any, **kwargs: Any):
     adapter_class.save_pretrained(adapter, folder, *args, **kwargs)
     entry = getattr(config, "hf_posenc", None)
-    if entry is not None:
-        Path(folder, SIDECAR).write_text(json.dumps(entry, indent=2) + "\n")
-    else:
+    if entry is None:
         Path(folder, SIDECAR).unlink(missing_ok=True)
+        return
+    Path(folder, SIDECAR).write_text(json.dumps(entry, indent=2) + "\n")
+    settings = json.loads(Path(folder, ADAPTER).read_text())
+    Path(folder, ADAPTER).write_text(json.dumps(settings | {WARNING: entry["method"]}, indent=2) + "\n")
 
 
 def read_sidecar(folder: str | Path) -> dict[str, Any] | None:

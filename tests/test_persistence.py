@@ -353,12 +353,37 @@ def test_merged_adapters_keep_the_scheme(method, base, tmp_path):
     assert torch.equal(logits(hf_posenc.unpatch(loaded)), logits(unscaled))
 
 
-def test_prompt_tuning_of_a_patched_wrapper(base, tmp_path):
-    model = hf_posenc.patch(adapted(load(base), "prompt"), "dynamic_ntk")
+@pytest.mark.parametrize("order", ["patch first", "adapter first"])
+@pytest.mark.parametrize("method", ["dynamic_ntk", "yarn:factor=4"])
+def test_prompt_tuning_brings_the_scheme(order, method, base, tmp_path):
+    """Its configuration stays on the wrapper."""
+    if order == "patch first":
+        model = adapted(hf_posenc.patch(load(base), method), "prompt")
+    else:
+        model = hf_posenc.patch(adapted(load(base), "prompt"), method)
     model.save_pretrained(tmp_path / "adapter")
     loaded = hf_posenc.from_pretrained(tmp_path / "adapter").eval()
-    assert str(hf_posenc.current(loaded)) == "dynamic_ntk"
+    assert str(hf_posenc.current(loaded)) == method
     assert torch.equal(logits(loaded), logits(model))
+    hf_posenc.unpatch(model).save_pretrained(tmp_path / "adapter")
+    assert hf_posenc.current(hf_posenc.from_pretrained(tmp_path / "adapter")) is None
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt"])
+def test_an_adapter_loaded_without_us_warns(kind, base, tmp_path, recwarn):
+    """By PEFT itself, which puts it on the base as it was trained; not when the scheme comes with it."""
+    from peft import AutoPeftModelForCausalLM, PeftModel
+
+    model = adapted(hf_posenc.patch(load(base), "dynamic_ntk"), kind)
+    model.save_pretrained(tmp_path / "adapter")
+    hf_posenc.from_pretrained(tmp_path / "adapter")
+    assert not [warning for warning in recwarn if "hf_posenc" in str(warning.message)]
+    with pytest.warns(UserWarning, match=r"load with hf_posenc\.from_pretrained"):
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    with pytest.warns(UserWarning, match=r"load with hf_posenc\.from_pretrained"):
+        PeftModel.from_pretrained(load(base), tmp_path / "adapter")
+    hf_posenc.unpatch(model).save_pretrained(tmp_path / "adapter")
+    assert "hf_posenc" not in (tmp_path / "adapter" / "adapter_config.json").read_text()
 
 
 def test_the_wrong_base_is_refused(base, tmp_path):
