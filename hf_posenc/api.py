@@ -56,7 +56,8 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
         model: a transformers model, or a wrapper such as PEFT's around one. The whole model: a configuration outside
             of what is given is not reached, and could not be saved.
         method: ``"yarn"``, ``"yarn:factor=4"``, ``hf_posenc.YaRN(factor=4)``
-        tokenizer: its ``model_max_length`` follows, so that it does not cut at the old length
+        tokenizer: its ``model_max_length`` becomes the new length, so that it does not cut at the old one; a method
+            without a length of its own (``abf``, ``dynamic_yarn``, ``dynamic_ntk`` unless given a factor) leaves it
         parameters: of the method, such as ``factor=4``
 
     Returns:
@@ -164,7 +165,7 @@ def restore(model: Model) -> Model:
     entry = persistence.recorded(family.root.config)
     if entry is None:
         raise ValueError("config.hf_posenc is not there: this model was not saved with a scheme.")
-    return patch(model, entry["method"])
+    return _put_back(model, entry["method"], copy.deepcopy(family.root.config))
 
 
 def from_pretrained(path: str | Path, **kwargs: Any) -> Any:
@@ -179,8 +180,16 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> Any:
     """
     if Path(path, persistence.ADAPTER).exists():
         return _load_adapter(path, **kwargs)
-    model, method = persistence.load_base(path, **kwargs)
-    return patch(model, method) if method else model
+    model, saved = persistence.load_base(path, **kwargs)
+    entry = persistence.recorded(saved)
+    return _put_back(model, entry["method"], saved) if entry else model
+
+
+def _put_back(model: Any, method: str, saved: PreTrainedConfig) -> Any:
+    """Patch with the method that the configuration ``saved`` records."""
+    patch(model, method)
+    persistence.warn_of_edits(saved, locate(model).root.config)
+    return model
 
 
 def _load_adapter(path: str | Path, **kwargs: Any) -> Any:

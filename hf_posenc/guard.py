@@ -1,7 +1,7 @@
 """A rope type that only this package knows, so that no load drops a scheme which transformers has no keys for.
 
-It stands in the configuration of a model under such a scheme. Without this package, transformers and vLLM stop when they
-meet it, whatever attention implementation is asked for; with it, a model loads and its first forward stops.
+It stands in the configuration of a model under such a scheme. Without this package, transformers and vLLM stop when
+they meet it, whatever attention implementation is asked for; with it, a model loads and its first forward stops.
 """
 
 import logging
@@ -38,6 +38,9 @@ class Unusable:
         if twin.active.probe is None:
             raise RuntimeError(NOT_IN_FORCE)
         return table
+
+    def __float__(self) -> float:
+        return 1.0
 
 
 def unrestored(config: PreTrainedConfig, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Unusable]:

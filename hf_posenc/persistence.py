@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from .guard import guarded
 from .journal import Journal
 from .methods.base import Method
 
+logger = logging.getLogger(__name__)
 SIDECAR = "hf_posenc.json"
 ADAPTER = "adapter_config.json"
 # A key of ADAPTER: PEFT shows those that it does not know when it loads an adapter.
@@ -105,11 +107,27 @@ def without_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, str | None]:
+def warn_of_edits(saved: PreTrainedConfig, restored: PreTrainedConfig) -> None:
+    """Say so if somebody edited a configuration that was saved with a scheme: the record of the scheme counts.
+
+    Args:
+        restored: the configuration with the scheme put on anew
+    """
+    entry = recorded(saved)
+    found, expected = (json.loads(json.dumps(text_config_of(part).rope_parameters)) for part in (saved, restored))
+    if entry is not None and found != expected:
+        logger.warning(
+            "rope_parameters is %s, but the recorded scheme %r stands for %s, which is now in force. Patch and save "
+            "again to change the scheme, or take hf_posenc out of config.json to have the edited parameters.",
+            found, entry["method"], expected,
+        )  # fmt: skip
+
+
+def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PreTrainedConfig]:
     """Load a model folder or hub id without its scheme.
 
     Returns:
-        The model and the method string that its configuration records, if any.
+        The model, and the configuration as it was saved.
     """
     if kwargs.pop("output_loading_info", False):
         raise ValueError("output_loading_info is not supported here: load with transformers, then hf_posenc.restore.")
@@ -118,12 +136,11 @@ def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, str | N
         shared = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "trust_remote_code", "gguf_file",
                                                "subfolder", "local_files_only") if key in kwargs}  # fmt: skip
         config = AutoConfig.from_pretrained(path, **shared)
-    entry = recorded(config)
+    plain = without_scheme(config)
     if kwargs.get("gguf_file") and "quantization_config" not in kwargs:
         # A model left quantised can be neither saved nor trained.
         kwargs["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = model_class(config).from_pretrained(path, config=without_scheme(config), **kwargs)
-    return model, entry["method"] if entry else None
+    return model_class(config).from_pretrained(path, config=plain, **kwargs), config
 
 
 def model_class(config: PreTrainedConfig) -> Any:

@@ -705,7 +705,9 @@ def test_prefix_tuning():
         with pytest.raises(hf_posenc.UnsupportedMethodError, match=f"{method}.*prefix tuning"):
             adapted(model, "prefix")
     hf_posenc.patch(model, "pi:factor=2")
-    assert torch.equal(logits(adapted(model, "prefix")), logits(hf_posenc.patch(adapted(TL(), "prefix"), "pi:factor=2")))
+    assert torch.equal(
+        logits(adapted(model, "prefix")), logits(hf_posenc.patch(adapted(TL(), "prefix"), "pi:factor=2"))
+    )
     hf_posenc.unpatch(model)
     assert torch.equal(logits(adapted(model, "prefix")), logits(adapted(TL(), "prefix")))
 

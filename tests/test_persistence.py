@@ -99,6 +99,7 @@ def test_a_plain_load_of_a_scheme_that_transformers_cannot_express(method, imple
         with pytest.raises(RuntimeError, match=r"hf_posenc\.from_pretrained.*hf_posenc\.restore"):
             logits(plain)
         assert hf_posenc.methods(plain) == hf_posenc.methods(TL())
+        assert hf_posenc.inspect(plain).layer_types[0].in_force == hf_posenc.inspect(TL()).layer_types[0].in_force
     hf_posenc.restore(plain)
     assert_close(logits(plain), logits(hf_posenc.patch(TL(), method)), atol=1e-4 if implementation else 0, rtol=0)
     hf_posenc.unpatch(plain)
@@ -203,6 +204,27 @@ def test_a_damaged_record(record, says, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=says):
         hf_posenc.restore(plain)
+
+
+def restored(path):
+    return hf_posenc.restore(AutoModelForCausalLM.from_pretrained(path))
+
+
+@pytest.mark.parametrize("method", ["yarn:factor=4", "dynamic_ntk"])
+def test_an_edited_configuration(method, tmp_path, caplog):
+    """The record counts, and says so."""
+    hf_posenc.patch(TL(), method).save_pretrained(tmp_path)
+    for load in (hf_posenc.from_pretrained, restored):
+        load(tmp_path)
+        assert not [record for record in caplog.records if record.name.startswith("hf_posenc")]
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 500000.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for load in (hf_posenc.from_pretrained, restored):
+        caplog.clear()
+        assert torch.equal(logits(load(tmp_path)), logits(hf_posenc.patch(TL(), method)))
+        (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("hf_posenc")]
+        assert method in said and "500000" in said and "Patch and save again" in said
 
 
 def test_restore_without_a_record():
