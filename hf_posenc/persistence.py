@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -59,9 +60,10 @@ def _guard(family: Family, journal: Journal) -> None:
     mark = len(journal.entries)
     journal.set(family.config, "rope_parameters", guarded(family.config.rope_parameters))
     try:
-        family.config.validate_rope()
+        family.config.validate()
+        family.root.config.validate()
         twin.build(family.owner, family.config)
-    except (ValueError, KeyError, TypeError):
+    except (StrictDataclassError, ValueError, KeyError, TypeError):
         journal.rollback(mark)
 
 
