@@ -66,7 +66,8 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
         model: a transformers model, or a wrapper such as PEFT's around one. The whole model: a configuration outside
             of what is given is not reached, and could not be saved.
         method: ``"yarn"``, ``"yarn:factor=4"``, ``hf_posenc.YaRN(factor=4)``
-        tokenizer: its ``model_max_length`` follows, so that it does not cut at the old length
+        tokenizer: its ``model_max_length`` becomes the new length, so that it does not cut at the old one; a method
+            without a length of its own (``abf``, ``dynamic_yarn``, ``dynamic_ntk`` unless given a factor) leaves it
         parameters: of the method, such as ``factor=4``
 
     Returns:
@@ -174,7 +175,7 @@ def restore(model: Model) -> Model:
     entry = persistence.recorded(family.root.config)
     if entry is None:
         raise ValueError("config.hf_posenc is not there: this model was not saved with a scheme.")
-    return patch(model, entry["method"])
+    return _put_back(model, entry["method"], copy.deepcopy(family.root.config))
 
 
 def from_pretrained(path: str | Path, **kwargs: Any) -> Any:
@@ -187,27 +188,38 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> Any:
     Raises:
         ValueError: an adapter's scheme does not fit its base model.
     """
-    if Path(path, "adapter_config.json").exists():
+    if Path(path, persistence.ADAPTER).exists():
         return _load_adapter(path, **kwargs)
-    model, method = persistence.load_base(path, **kwargs)
-    return patch(model, method) if method else model
+    model, saved = persistence.load_base(path, **kwargs)
+    entry = persistence.recorded(saved)
+    return _put_back(model, entry["method"], saved) if entry else model
+
+
+def _put_back(model: Any, method: str, saved: PreTrainedConfig) -> Any:
+    """Patch with the method that the configuration ``saved`` records."""
+    patch(model, method)
+    persistence.warn_of_edits(saved, locate(model).root.config)
+    return model
 
 
 def _load_adapter(path: str | Path, **kwargs: Any) -> Any:
     from peft import PeftConfig, PeftModel
 
     entry = persistence.read_sidecar(path)
-    base_path = PeftConfig.from_pretrained(path).base_model_name_or_path
+    settings = PeftConfig.from_json_file(str(Path(path, persistence.ADAPTER)))
+    settings.pop(persistence.WARNING, None)
+    config = PeftConfig.from_peft_type(**settings)
+    base_path = config.base_model_name_or_path
     if not base_path:
         raise ValueError(
             f"{path} does not say which base model it belongs to: load that one, call hf_posenc.patch(model, "
             f"{entry['method'] if entry else None!r}), then PeftModel.from_pretrained(model, {str(path)!r})."
         )
     if entry is None:
-        return PeftModel.from_pretrained(from_pretrained(base_path, **kwargs), path)
+        return PeftModel.from_pretrained(from_pretrained(base_path, **kwargs), path, config=config)
     base, _ = persistence.load_base(base_path, **kwargs)
     persistence.check_base(entry, base.config, path)
-    return PeftModel.from_pretrained(patch(base, entry["method"]), path)
+    return PeftModel.from_pretrained(patch(base, entry["method"]), path, config=config)
 
 
 def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -> Method:

@@ -15,12 +15,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from . import compat, context, lengths, positions, twin, two_part
+from . import adapters, compat, context, lengths, positions, twin, two_part
 from .context import Call, Context, Layer, Scheme
 from .families import Family, Site, Slot, UnsupportedMethodError, live_modules
+from .guard import NOT_IN_FORCE
 from .journal import Journal
 from .methods.base import AttentionMethod, LengthMethod, Rope, Stack
-from .persistence import adapters_of
 from .rotary import Ropes
 from .turning import Source
 from .twin import Plan
@@ -59,10 +59,7 @@ def attention_forward(
         )
     layer: Layer | None = vars(module).get("_hf_posenc")
     if layer is None:
-        raise RuntimeError(
-            "This model was configured for hf_posenc but no scheme is in force on it. Load it with "
-            "hf_posenc.from_pretrained(...), or call hf_posenc.restore(model)."
-        )
+        raise RuntimeError(NOT_IN_FORCE)
     scheme = layer.scheme
     stock = stock_attention(module, scheme.stock)
     causal = kwargs.get("is_causal")
@@ -187,12 +184,8 @@ def install(
             f"{method} runs inside attention on top of {' or '.join(NAMES)}, but the attention implementation of "
             f"{family.title} is {stock!r}: call model.set_attn_implementation('sdpa') first."
         )
-    adapters = [adapter for module in wrapper.modules() for adapter in adapters_of(module)]
-    if any(str(getattr(adapter, "peft_type", "")).endswith("PREFIX_TUNING") for adapter in adapters):
-        raise UnsupportedMethodError(
-            f"{method} turns cached keys, and prefix tuning puts learned keys into the cache as if they were already "
-            "turned: use a frequency method, or another kind of adapter."
-        )
+    for module in wrapper.modules():
+        adapters.refuse_prefixes(module, method)
     slots = [(index, slot.label) for index, site in enumerate(family.sites) for slot in site.slots]
     sources = {
         slots.index((index, slot.label)): Source(

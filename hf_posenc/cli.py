@@ -117,6 +117,8 @@ def export_command(
     create(chosen)
     tokenizer = None
     if target == "transformers":
+        if Path(model).exists() and folder.resolve() == Path(model).resolve():
+            raise ValueError(f"{folder} is the model itself, which would be overwritten: give another folder.")
         patched, tokenizer = api.from_pretrained(model, dtype="auto"), _tokenizer(model)
     else:  # the weights stay as they are
         patched = inspection.weightless_whole(config).root

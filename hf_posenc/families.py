@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .methods.base import Rope
 
-_SCALED_TYPES = {"linear", "dynamic", "yarn", "llama3", "longrope"}
+_SCALED_TYPES = {"linear", "dynamic", "yarn", "llama3", "longrope", "hf_posenc"}
 _SCALING_KEYS = {
     "type", "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",

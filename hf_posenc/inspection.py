@@ -23,7 +23,7 @@ from .families import (
     text_config_of,
 )
 from .methods.base import FrequencyMethod, LengthMethod, Method, Rope
-from .persistence import model_class, recorded, without_scheme
+from .persistence import ADAPTER, model_class, recorded, without_scheme
 from .registry import create
 from .report import LayerType, Report, Waves
 from .rotary import read_ropes
@@ -144,6 +144,11 @@ def look(model: Source) -> tuple[PreTrainedConfig, Family | None]:
         path = Path(model).expanduser()
         if (str(model).startswith((".", "/", "~")) or len(path.parts) > 2) and not path.is_dir():
             raise FileNotFoundError(f"There is no folder {model}.")
+        if Path(path, ADAPTER).exists() and not Path(path, "config.json").exists():
+            raise ValueError(
+                f"{model} is a PEFT adapter, not a model: give its base model, or a folder in which "
+                f"hf_posenc.from_pretrained({str(model)!r}).merge_and_unload() was saved."
+            )
         return AutoConfig.from_pretrained(model), None
     if isinstance(model, PreTrainedConfig):
         return model, None

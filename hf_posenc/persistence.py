@@ -3,18 +3,26 @@
 import copy
 import functools
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from . import twin
 from .families import Family, text_config_of
+from .guard import guarded
 from .journal import Journal
 from .methods.base import Method
 
+logger = logging.getLogger(__name__)
 SIDECAR = "hf_posenc.json"
+ADAPTER = "adapter_config.json"
+# A key of ADAPTER: PEFT shows those that it does not know when it loads an adapter.
+WARNING = "load with hf_posenc.from_pretrained"
 VERSION = 1
 
 
@@ -32,17 +40,31 @@ def record(
 ) -> None:
     """Write the scheme into the configuration, and into every adapter of ``model`` saved from now on.
 
-    A scheme that plain transformers cannot express also names an attention implementation that only this package
-    registers, so that a plain load stops with an error instead of dropping the scheme.
+    A scheme that plain transformers cannot express also names a rope type and an attention implementation that only
+    this package registers, so that a plain load stops with an error instead of dropping the scheme.
     """
     entry = {"method": str(method), "version": VERSION, "original": original}
     for config in {id(config): config for config in (family.root.config, family.config)}.values():
         journal.set(config, "hf_posenc", entry)
         if not native:
             journal.set(config, "attn_implementation", "hf_posenc")
+    if not native:
+        _guard(family, journal)
     journal.before_state_dict(family.root, watch_adapters)
     if model is not family.root:
-        _watch(model, family.root)
+        watch(model, family.root)
+
+
+def _guard(family: Family, journal: Journal) -> None:
+    """Name our rope type, unless the family builds nothing but types that it lists itself (Phi-3)."""
+    mark = len(journal.entries)
+    journal.set(family.config, "rope_parameters", guarded(family.config.rope_parameters))
+    try:
+        family.config.validate()
+        family.root.config.validate()
+        twin.build(family.owner, family.config)
+    except (StrictDataclassError, ValueError, KeyError, TypeError):
+        journal.rollback(mark)
 
 
 def recorded(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -87,11 +109,27 @@ def without_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, str | None]:
+def warn_of_edits(saved: PreTrainedConfig, restored: PreTrainedConfig) -> None:
+    """Say so if somebody edited a configuration that was saved with a scheme: the record of the scheme counts.
+
+    Args:
+        restored: the configuration with the scheme put on anew
+    """
+    entry = recorded(saved)
+    found, expected = (json.loads(json.dumps(text_config_of(part).rope_parameters)) for part in (saved, restored))
+    if entry is not None and found != expected:
+        logger.warning(
+            "rope_parameters is %s, but the recorded scheme %r stands for %s, which is now in force. Patch and save "
+            "again to change the scheme, or take hf_posenc out of config.json to have the edited parameters.",
+            found, entry["method"], expected,
+        )  # fmt: skip
+
+
+def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PreTrainedConfig]:
     """Load a model folder or hub id without its scheme.
 
     Returns:
-        The model and the method string that its configuration records, if any.
+        The model, and the configuration as it was saved.
     """
     if kwargs.pop("output_loading_info", False):
         raise ValueError("output_loading_info is not supported here: load with transformers, then hf_posenc.restore.")
@@ -100,12 +138,11 @@ def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, str | N
         shared = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "trust_remote_code", "gguf_file",
                                                "subfolder", "local_files_only") if key in kwargs}  # fmt: skip
         config = AutoConfig.from_pretrained(path, **shared)
-    entry = recorded(config)
+    plain = without_scheme(config)
     if kwargs.get("gguf_file") and "quantization_config" not in kwargs:
         # A model left quantised can be neither saved nor trained.
         kwargs["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = model_class(config).from_pretrained(path, config=without_scheme(config), **kwargs)
-    return model, entry["method"] if entry else None
+    return model_class(config).from_pretrained(path, config=plain, **kwargs), config
 
 
 def model_class(config: PreTrainedConfig) -> Any:
@@ -120,12 +157,13 @@ def watch_adapters(root: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Pre-hook of ``state_dict``: PEFT configurations of ``root`` write the scheme wherever they are saved.
 
     PEFT wraps a model after it was patched and tells nobody, but it takes the state dict before it saves, and leaves
-    its configurations on the model. Prompt learning does neither: patch the PEFT model itself there.
+    its configurations on the model. Where it leaves them on the wrapper, ``adapters`` sees to it.
     """
-    _watch(root, root)
+    watch(root, root)
 
 
-def _watch(holder: nn.Module, root: nn.Module) -> None:
+def watch(holder: nn.Module, root: nn.Module) -> None:
+    """Let the PEFT configurations on ``holder`` write the scheme of ``root`` when they are saved."""
     for adapter in adapters_of(holder):
         adapter.save_pretrained = functools.partial(_save_with_scheme, type(adapter), adapter, root.config)
 
@@ -139,10 +177,12 @@ def adapters_of(module: nn.Module) -> list[Any]:
 def _save_with_scheme(adapter_class: Any, adapter: Any, config: Any, folder: str, *args: Any, **kwargs: Any):
     adapter_class.save_pretrained(adapter, folder, *args, **kwargs)
     entry = getattr(config, "hf_posenc", None)
-    if entry is not None:
-        Path(folder, SIDECAR).write_text(json.dumps(entry, indent=2) + "\n")
-    else:
+    if entry is None:
         Path(folder, SIDECAR).unlink(missing_ok=True)
+        return
+    Path(folder, SIDECAR).write_text(json.dumps(entry, indent=2) + "\n")
+    settings = json.loads(Path(folder, ADAPTER).read_text())
+    Path(folder, ADAPTER).write_text(json.dumps(settings | {WARNING: entry["method"]}, indent=2) + "\n")
 
 
 def read_sidecar(folder: str | Path) -> dict[str, Any] | None:

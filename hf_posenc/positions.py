@@ -1,9 +1,10 @@
 """Where queries and keys stand: true positions of every token, whatever cache, padding or packing there is.
 
 Positions of cached keys are kept on the cache object and cut to its length first, so that gaps, crops and padding on
-either side stay exact.
+either side stay exact. They move with its rows.
 """
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,36 @@ class Positions:
     def remember(self, cache: Cache) -> None:
         """Leave the positions of all slots on the cache for the next forward."""
         cache._hf_posenc_positions = self.keys
+        for name in _MOVES:
+            if name not in vars(cache):
+                setattr(cache, name, Following(cache, name))
+
+
+# What the methods of a cache that move its rows do to positions, (axes, batch, slots).
+_MOVES = {
+    "reorder_cache": lambda positions, rows: positions.index_select(1, rows.to(positions.device)),
+    "batch_select_indices": lambda positions, rows: positions[:, rows],
+    "batch_repeat_interleave": lambda positions, repeats: positions.repeat_interleave(repeats, dim=1),
+}
+
+
+class Following:
+    """A method of one cache whose rows it moves, and their positions with them.
+
+    It holds the cache weakly: in a circle, keys and values would stay in memory until the garbage collector comes.
+    """
+
+    def __init__(self, cache: Cache, name: str):
+        self.cache, self.name = weakref.ref(cache), name
+
+    def __call__(self, rows: Any) -> None:
+        cache: Any = self.cache()
+        getattr(type(cache), self.name)(cache, rows)
+        cache._hf_posenc_positions = _MOVES[self.name](cache._hf_posenc_positions, rows)
+
+    def __reduce__(self):
+        # A copy of the cache gets one of its own.
+        return Following, (self.cache(), self.name)
 
 
 def read(arguments: dict[str, Any]) -> Positions | None:

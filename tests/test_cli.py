@@ -139,11 +139,16 @@ def test_export_takes_the_scheme_a_model_was_saved_with(tmp_path):
         (("export", "{folder}", "{out}"), "give one, such as --method yarn:factor=4"),
         (("export", "{folder}", "{out}", "--method", "yarn:factor=4", "--target", "ggml"), "Available: transformers"),
         (("export", "{folder}", "{out}", "--method", "dynamic_ntk", "--target", "vllm"), "not expressible"),
+        (("export", "{folder}", "{folder}/../model", "--method", "yarn:factor=4"), "give another folder"),
+        (("export", "{adapter}", "{out}"), "is a PEFT adapter"),
+        (("inspect", "{adapter}"), "is a PEFT adapter"),
     ],
 )
 def test_errors_are_one_line(arguments, text, folder, tmp_path):
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)).save_pretrained(tmp_path / "gpt2")
-    places = {"folder": folder, "gpt2": tmp_path / "gpt2", "out": tmp_path / "out"}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    places = {"folder": folder} | {name: tmp_path / name for name in ("gpt2", "adapter", "out")}
     result = run(*(str(argument).format(**places) for argument in arguments))
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()

@@ -264,11 +264,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_wrong_arguments_say_what_to_do(text):
+def test_wrong_arguments_say_what_to_do(text, caplog):
     model = tiny.TL()
     with pytest.raises((ValueError, TypeError), match=WRONG[text].replace("[", r"\[")):
         hf_posenc.patch(model, text)
     assert hf_posenc.current(model) is None
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "4", None])

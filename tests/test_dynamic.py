@@ -5,8 +5,11 @@ Models run in float64 where their kernels allow, since the random models here am
 """
 
 import copy
+import gc
 import inspect
 import math
+import pickle
+import weakref
 
 import pytest
 import reference
@@ -276,6 +279,50 @@ def test_a_cache_repeated_for_more_rows():
     assert_close(ours, alone, atol=1e-8, rtol=0)
 
 
+def doubled(cache):
+    return pickle.loads(pickle.dumps(cache))
+
+
+@pytest.mark.parametrize("copied", [lambda cache: cache, copy.deepcopy, doubled])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_cache_whose_rows_move(side, copied):
+    """Differently padded rows are reordered, selected and repeated: their positions go with them."""
+    model = llama()
+    texts = [tokens(1, length, length)[0] for length in (30, 50, 41)]
+    ids, mask = padded(texts, side)
+    cache = DynamicCache(config=model.config)
+    model(ids, attention_mask=mask, use_cache=True, **{CACHE: cache})
+    kept, cache = cache, copied(cache)
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    cache.batch_select_indices(torch.tensor([True, True, False]))
+    cache.batch_repeat_interleave(3)
+    order = [2, 2, 2, 0, 0, 0]
+    rest = tokens(6, 40, 6)
+    together = torch.cat((mask[order], torch.ones(6, 40, dtype=torch.long)), dim=1)
+    pieces = [
+        model(rest[:, start:stop], attention_mask=together[:, : 50 + stop], use_cache=True, **{CACHE: cache}).logits
+        for start, stop in ((0, 30), (30, 31), (31, 40))
+    ]
+    for row, (text, logits) in enumerate(zip(order, torch.cat(pieces, dim=1), strict=True)):
+        alone = model(torch.cat((texts[text], rest[row]))[None]).logits[0, -40:]
+        assert_close(logits, alone, atol=1e-8, rtol=0)
+    if kept is not cache:
+        assert kept.get_seq_length() == 50 and kept._hf_posenc_positions.shape == (1, 3, 50)
+
+
+def test_a_cache_is_freed_at_once():
+    """Not by the garbage collector, some time later."""
+    model, cache = llama(), DynamicCache()
+    model(tokens(2, 20), use_cache=True, **{CACHE: cache})
+    gone = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_crop_and_go_on():
     """Assisted decoding takes rejected tokens out of the cache again."""
     model, ids = llama(), tokens(1, 100)
@@ -474,7 +521,7 @@ def test_a_scaled_checkpoint_counts_from_the_original(family, method):
     stock = model(ids).logits
     hf_posenc.patch(model, method)
     assert_close(model(ids).logits, hf_posenc.patch(plain, method)(ids).logits, atol=1e-4, rtol=0)
-    assert model.config.rope_parameters["rope_type"] == "default"
+    assert "mscale" not in model.config.rope_parameters
     assert torch.equal(hf_posenc.unpatch(model)(ids).logits, stock)
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from eval.__main__ import app
 from eval.passkey import DEPTHS, answer_tokens, build, is_correct, passkey, wilson
 
 
@@ -162,6 +164,11 @@ def test_a_tokenizer_without_digits_is_an_error():
 )  # fmt: skip
 def test_is_correct(answer, correct):
     assert is_correct(answer, "12345") is correct
+
+
+def test_no_trials():
+    result = CliRunner().invoke(app, ["passkey", "--trials", "0"])
+    assert result.exit_code == 2 and "--trials" in result.output
 
 
 def test_wilson_interval():

@@ -698,10 +698,18 @@ def test_prefix_tuning_is_refused():
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_prefix_tuning():
-    """Put on after the patch."""
-    late = adapted(hf_posenc.patch(TL(), "dynamic_ntk"), "prefix")
-    with pytest.raises((ValueError, RuntimeError), match="prefix tuning"):
-        logits(late)
+    """Put on after the patch: refused as long as a method acts in attention."""
+    model = TL()
+    for method in ("dynamic_ntk", "partial_rope:fraction=0.5"):
+        hf_posenc.patch(model, method)
+        with pytest.raises(hf_posenc.UnsupportedMethodError, match=f"{method}.*prefix tuning"):
+            adapted(model, "prefix")
+    hf_posenc.patch(model, "pi:factor=2")
+    assert torch.equal(
+        logits(adapted(model, "prefix")), logits(hf_posenc.patch(adapted(TL(), "prefix"), "pi:factor=2"))
+    )
+    hf_posenc.unpatch(model)
+    assert torch.equal(logits(adapted(model, "prefix")), logits(adapted(TL(), "prefix")))
 
 
 def test_prompt_tuning():

@@ -20,7 +20,7 @@ def command(
     depths: Annotated[list[str], typer.Option(help="Places of the key, 0 (start) to 1 (end).")] = (
         "0,0.25,0.5,0.75,1",
     ),
-    trials: Annotated[int, typer.Option(help="Prompts per length and depth.")] = 4,
+    trials: Annotated[int, typer.Option(help="Prompts per length and depth.", min=1)] = 4,
     digits: Annotated[int, typer.Option(help="Of the key.")] = 5,
     seed: int = 0,
     dtype: DType = "bfloat16",

@@ -296,7 +296,8 @@ class Extension(FrequencyMethod):
         return self.target_length / rope.length
 
     def extended_length(self, rope: Rope) -> int:
-        return self.target_length or int(rope.length * self.scale(rope))
+        scale = self.scale(rope)
+        return self.target_length or int(rope.length * scale)
 
 
 def require_number(
