@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from . import adapters, compat, context, lengths, positions, twin, two_part
+from . import adapters, compat, compiled, context, lengths, positions, twin, two_part
 from .context import Call, Context, Layer, Scheme
 from .families import Family, Site, Slot, UnsupportedMethodError, live_modules
 from .guard import NOT_IN_FORCE
@@ -76,7 +76,9 @@ def attention_forward(
         raise RuntimeError("Positions did not reach attention: call the model itself, not one of its layers.")
     places = here.positions.of_keys(slots)[..., : key.shape[2]]
     call = Call(module, layer, here, query, key, value, places, attention_mask, causal, stock, kwargs)
-    return lengths.attend(call) if isinstance(scheme.method, LengthMethod) else two_part.attend(call)
+    if isinstance(scheme.method, LengthMethod):
+        return lengths.attend(call)
+    return compiled.attend(call) if torch.compiler.is_compiling() else two_part.attend(call)
 
 
 def stock_attention(module: nn.Module, name: str) -> Callable:

@@ -28,9 +28,7 @@ _DENSE_ROWS = 512
 def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of a position map: stock where nothing is far, by blocks where kernels can, dense for the rest."""
     layer, context = call.layer, call.context
-    method, window = layer.scheme.method, layer.plan.sliding_window
-    assert isinstance(method, PositionMap)
-    parts = [part for part in method.parts() if window is None or part.nearest < window]
+    method, parts = parts_of(call)
     total = int(context.positions.total)
     if call.key.shape[2] >= total:
         found = context.once(
@@ -40,43 +38,61 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         if found.is_plain:
             slots = call.key.shape[2]
             return call.run(call.query, call.key, call.value, call.rows(0, call.query.shape[2], slots))
-        if len(parts) > 1 and window is None and _fits(call, found, total):
-            work = Work(found, layer.plan, _scale(call))
+        if kernels_do(call, parts) and _fits(call, found, total):
+            work = Work(found, layer.plan, scale_of(call))
             return blockwise(call.query, call.key[:, :, :total], call.value[:, :, :total], work), None
     return dense(call, method, parts)
 
 
-def _scale(call: Call) -> float:
+def parts_of(call: Call) -> tuple[PositionMap, list[Part]]:
+    """The method, and those of its parts that a layer with a sliding window can meet."""
+    method, window = call.layer.scheme.method, call.layer.plan.sliding_window
+    assert isinstance(method, PositionMap)
+    return method, [part for part in method.parts() if window is None or part.nearest < window]
+
+
+def scale_of(call: Call) -> float:
+    """The factor on scores."""
     scale = call.options.get("scaling")
     return call.query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _fits(call: Call, found: "Layout", total: int) -> bool:
-    """Whether kernels compute what the stock function would: what it is asked for, and the keys that the mask shows."""
+def kernels_do(call: Call, parts: list[Part]) -> bool:
+    """Whether there is something to merge, and kernels compute all that the stock function is asked for."""
     options = call.options
-    asked = options.get("dropout") or any(
-        options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")
-    )
-    if call.layer.scheme.stock != "sdpa" or asked or not call.causal:
+    if len(parts) == 1 or call.layer.plan.sliding_window is not None:
         return False
-    if call.mask is None:
-        return not found.start.any()
-    name = (id(call.mask), "fits")  # the context lives as long as the masks of its forward
-    return call.context.once(name, lambda: (_shows_runs(call, found, total), call.mask))[0]
+    extras = any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+    return call.layer.scheme.stock == "sdpa" and call.causal and not extras and not options.get("dropout")
 
 
-def _shows_runs(call: Call, found: "Layout", total: int) -> bool:
-    """Whether the mask shows every query the keys of its run up to itself; queries that are padding do not count."""
-    mask, length = call.mask, call.query.shape[2]
-    if mask is None or mask.dtype != torch.bool or mask.shape[2] != length:
+def _fits(call: Call, found: "Layout", total: int) -> bool:
+    """Whether the keys that the mask shows are those of runs."""
+    # The context lives as long as the masks of its forward.
+    padding = call.context.positions.padding
+    return call.context.once(
+        (id(call.mask), "shown"), lambda: (shows_runs(call.mask, found.start, total, padding), call.mask)
+    )[0]
+
+
+def shows_runs(mask: torch.Tensor | None, first: torch.Tensor, total: int, padding: torch.Tensor | None) -> bool:
+    """Whether a mask shows every query the keys of its run up to itself; queries that are padding do not count.
+
+    Args:
+        first: (batch, queries) the first slot of the run of each query
+        total: slots in use, the last of which are the queries
+    """
+    if mask is None:
+        return not first.any()
+    length = first.shape[1]
+    if mask.dtype != torch.bool or mask.shape[2] != length:
         return False
     slots = torch.arange(total, device=mask.device)
-    own, start = slots[total - length :], found.start.to(mask.device)
+    own, start = slots[total - length :], first.to(mask.device)
     for begin in range(0, length, _DENSE_ROWS):
         rows = slice(begin, begin + _DENSE_ROWS)
         expected = (slots >= start[:, rows, None]) & (slots <= own[rows, None])
         differs = (mask[:, :, rows, :total] != expected[:, None]) | mask[:, :, rows, total:].any(-1, keepdim=True)
-        padding = call.context.positions.padding
         if padding is not None and padding.shape[1] >= total:
             seen = padding[:, total - length : total][:, rows].to(mask.device).bool()
             differs = differs & seen[:, None, :, None]
@@ -415,12 +431,17 @@ class _Attention(torch.autograd.Function):
 
 def blockwise(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, work: Work) -> torch.Tensor:
     """``forward`` with gradients, for values of any width: (batch, queries, heads, value dim)."""
-    width, wanted = value.shape[-1], key.shape[-1]
-    if width < wanted:
-        value = torch.nn.functional.pad(value, (0, wanted - width))
-    elif width > wanted:
-        query, key = (torch.nn.functional.pad(states, (0, width - wanted)) for states in (query, key))
-    return _Attention.apply(query, key, value, work)[..., :width]
+    return _Attention.apply(*of_one_width(query, key, value), work)[..., : value.shape[-1]]
+
+
+def of_one_width(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same with zeros behind where keys and values differ in width, as in latent attention: kernels want one."""
+    spare = key.shape[-1] - value.shape[-1]
+    if spare > 0:
+        return query, key, torch.nn.functional.pad(value, (0, spare))
+    if spare < 0:
+        return *(torch.nn.functional.pad(states, (0, -spare)) for states in (query, key)), value
+    return query, key, value
 
 
 # --- the dense path --------------------------------------------------------------------------------------------------
@@ -453,7 +474,7 @@ def dense(call: Call, method: PositionMap, parts: list[Part]) -> tuple[torch.Ten
         for index, (_, keys) in enumerate(turned)
     ], dim=2)  # fmt: skip
     query, value = torch.cat([left for left, _ in turned], dim=-1), call.value.repeat(1, 1, len(parts), 1)
-    options = {**call.options, "scaling": _scale(call)}
+    options = {**call.options, "scaling": scale_of(call)}
     whole = options.get("output_attentions") or layer.scheme.stock == "eager"
     rows = length if whole else _DENSE_ROWS
     outputs, weights = [], []
