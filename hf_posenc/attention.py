@@ -97,7 +97,7 @@ def before_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     scheme: Scheme = vars(owner)["_hf_posenc"]
     keep_implementation(owner)
     named = {**dict(zip(scheme.parameters, args, strict=False)), **kwargs}
-    found = positions.read(named)
+    found = positions.read(named, scheme.holder)
     if found is None:
         return args, kwargs  # the model itself says what is missing
     _warn_beyond(scheme, found)
@@ -128,7 +128,7 @@ def after_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any], output:
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
     for value in values:
         if isinstance(value, Cache) and context is not None:
-            context.positions.remember(value)
+            context.positions.remember(value, scheme.holder)
 
 
 def send_with_rotation(rotary: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

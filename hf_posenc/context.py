@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .methods.base import AttentionMethod
+from .methods.base import AttentionMethod, PositionMap
 from .positions import Positions
 from .turning import Source
 from .twin import Plan
@@ -47,6 +47,11 @@ class Scheme:
     forwards: bool
     capacity: int | None = None
     context: Context | None = None
+
+    @property
+    def holder(self) -> str:
+        """The method by whose rule the cache holds keys; empty where they are turned as they were trained."""
+        return str(self.method) if isinstance(self.method, PositionMap) else ""
 
 
 @dataclass

@@ -41,9 +41,9 @@ class Positions:
             slots = torch.arange(length, device=self.keys.device) + start
         return self.keys[..., slots.clamp(max=capacity - 1)]
 
-    def remember(self, cache: Cache) -> None:
-        """Leave the positions of all slots on the cache for the next forward."""
-        cache._hf_posenc_positions = self.keys
+    def remember(self, cache: Cache, holder: str) -> None:
+        """Leave the positions of all slots on the cache for the next forward, and by whom its keys were turned."""
+        cache._hf_posenc_positions, cache._hf_posenc_holder = self.keys, holder
         for name in _MOVES:
             if name not in vars(cache):
                 setattr(cache, name, Following(cache, name))
@@ -76,16 +76,24 @@ class Following:
         return Following, (self.cache(), self.name)
 
 
-def read(arguments: dict[str, Any]) -> Positions | None:
+def read(arguments: dict[str, Any], holder: str = "") -> Positions | None:
     """Positions of the forward with these arguments; None if it brings no tokens.
 
     A 2-D mask without ``position_ids`` gets them: a row's first real token stands at 0, wherever its padding lies.
+
+    Args:
+        holder: the method that turns keys before they are cached; empty where they are turned as they were trained
+
+    Raises:
+        RuntimeError: the cache was filled under another one.
     """
     tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     if tokens is None:
         return None
     cache = compat.given_cache(arguments)
     past = cache.get_seq_length() if cache is not None else 0
+    if cache is not None and getattr(cache, "_hf_posenc_holder", "") != holder:
+        _refuse_if_filled(past, holder)
     mask = arguments.get("attention_mask")
     if arguments.get("position_ids") is None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         arguments["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
@@ -93,8 +101,17 @@ def read(arguments: dict[str, Any]) -> Positions | None:
     padding = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     positions = Positions(new, *_all_positions(cache, new, past), padding)
     if cache is not None:
-        positions.remember(cache)
+        positions.remember(cache, holder)
     return positions
+
+
+def _refuse_if_filled(past: int | torch.Tensor, holder: str) -> None:
+    if torch.compiler.is_compiling() or not past:
+        return
+    raise RuntimeError(
+        f"This cache was filled under another encoding: its keys are not where {holder or 'the scheme in force'} looks "
+        "for them. Read the text again with a fresh cache."
+    )
 
 
 def _new_positions(position_ids: torch.Tensor | None, given: torch.Tensor, past: int | torch.Tensor) -> torch.Tensor:

@@ -29,19 +29,32 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of a position map: stock where nothing is far, by blocks where kernels can, dense for the rest."""
     layer, context = call.layer, call.context
     method, parts = parts_of(call)
-    total = int(context.positions.total)
-    if call.key.shape[2] >= total:
+    positions, slots = context.positions, call.key.shape[2]
+    if context.once((layer.plan.source, "plain"), lambda: is_plain(method, layer.source, positions)):
+        return call.run(call.query, call.key, call.value, call.rows(0, call.query.shape[2], slots))
+    total = int(positions.total)
+    if slots >= total and kernels_do(call, parts):
         found = context.once(
-            (layer.plan.source, "layout"),
-            lambda: layout(method, layer.source, context.positions, total, call.query.device),
+            (layer.plan.source, "layout"), lambda: layout(method, layer.source, positions, total, call.query.device)
         )
-        if found.is_plain:
-            slots = call.key.shape[2]
-            return call.run(call.query, call.key, call.value, call.rows(0, call.query.shape[2], slots))
-        if kernels_do(call, parts) and _fits(call, found, total):
+        if _fits(call, found, total):
             work = Work(found, layer.plan, scale_of(call))
             return blockwise(call.query, call.key[:, :, :total], call.value[:, :, :total], work), None
     return dense(call, method, parts)
+
+
+def is_plain(method: PositionMap, source: Source, positions: Positions) -> bool:
+    """Whether every query of a forward sees all keys at their own distance: stock attention does that."""
+    queries = positions.queries.cpu()
+    places = queries.amax(0)
+    longest, (near, *farther) = int(places.max()), method.parts()
+    scale = method.query_scale(places, source.rope)
+    return not (
+        any(longest // part.block >= part.first for part in farther)
+        or (method.plain_until and longest >= method.plain_until)
+        or (near.query(queries) != method.held(queries)).any()
+        or (scale is not None and (scale != 1).any())
+    )
 
 
 def parts_of(call: Call) -> tuple[PositionMap, list[Part]]:
@@ -145,11 +158,6 @@ class Layout:
     start: torch.Tensor
     pieces: list[list[list[Piece]]] = field(default_factory=list)
     masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all keys are seen at their own distance: stock attention does that."""
-        return self.scale is None and len(self.shares) == 1 and not (self.shares[0].query or self.shares[0].key)
 
 
 # --- which keys a query sees, and where ------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Models run in float64 where their kernels allow, since the random models here am
 
 import copy
 import gc
-import inspect
 import math
 import pickle
 import weakref
@@ -14,14 +13,14 @@ import weakref
 import pytest
 import reference
 import torch
+from reading import CACHE, greedy, padded, stepwise
 from tiny import TL, tiny_model, tokens
 from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
-from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, StaticCache
 
 import hf_posenc
 
-CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 LENGTH, D, BASE = 64, 16, 10000.0
 SHORT, LONG = [1.0 + 0.05 * k for k in range(8)], [1.0 + 0.7 * k for k in range(8)]
 LONGROPE = hf_posenc.LongRoPE(short_factor=SHORT, long_factor=LONG, factor=4)
@@ -69,28 +68,6 @@ def tolerance(family: str) -> float:
     return (
         5e-4 if family == "granite_swa" else 1e-4 if family in FLOAT32 else 1e-5 if family == "llama4_text" else 1e-8
     )
-
-
-def stepwise(model, ids: torch.Tensor, cuts: list[int], cache=None, mask=None) -> torch.Tensor:
-    """Logits of a text read in pieces."""
-    pieces, start = [], 0
-    for count in cuts:
-        stop = start + count
-        more = {} if mask is None else {"attention_mask": mask[:, :stop]}
-        out = model(ids[:, start:stop], use_cache=True, **{CACHE: cache}, **more)
-        cache, start = out[CACHE], stop
-        pieces.append(out.logits)
-    return torch.cat(pieces, dim=1)
-
-
-def padded(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows (length,) as one batch, with its mask."""
-    width = max(map(len, rows))
-    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
-    for index, row in enumerate(rows):
-        place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-        ids[index, place], mask[index, place] = row, 1
-    return ids, mask
 
 
 # --- the rule itself -------------------------------------------------------------------------------------------------
@@ -384,13 +361,6 @@ def test_packed_documents_are_alone(method, implementation):
 
 
 # --- generate --------------------------------------------------------------------------------------------------------
-
-
-def greedy(model, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Greedy decoding without any cache."""
-    for _ in range(count):
-        ids = torch.cat((ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
-    return ids
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "nemotron", "qwen2_vl", "mistral"])
