@@ -56,9 +56,10 @@ def command(
     prompt, read = hide(tokenizer, data.text(text), length)
     parameters = {**identity(loaded, model, tokenizer), "text": text, "length": length, "read": read}
     parameters["prompt_sha256"] = sha256(json.dumps(prompt.ids).encode())
-    found = Results(results, "demo", parameters, ("model", "text", "length", "dtype"), ("posenc",))
-    missing = [name for name in names if not found.has(posenc=name)]
-    with progress() as bar:
+    with models.attention_in_float32(loaded) as widened, progress() as bar:
+        parameters["attention_in_float32"] = widened
+        found = Results(results, "demo", parameters, ("model", "text", "length", "dtype"), ("posenc",))
+        missing = [name for name in names if not found.has(posenc=name)]
         task = bar.add_task("", total=len(missing) * len(_layers(loaded)))
         for name in missing:
             bar.update(task, description=f"{name} reads {read:,} tokens")
