@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from transformers import Cache
 from transformers.utils import logging
+
+from eval.models import CACHE
 
 logger = logging.get_logger(__name__)
 
@@ -28,6 +31,7 @@ def token_losses(
     *,
     first: int = 1,
     chunk: int | None = None,
+    cache: Cache | None = None,
 ) -> torch.Tensor:
     """Losses in nats of tokens `first` … length−1, each given all tokens before it.
 
@@ -37,6 +41,7 @@ def token_losses(
         attention_mask: `(batch, length)`, 0 at padding on either side. Losses of padding are meaningless.
         first: the first token that is scored, at least 1: token 0 has nothing before it.
         chunk: tokens whose logits exist at once; by default what fits in 2²⁵ logits.
+        cache: an empty one, which then holds the tokens, so that the model can read on from there.
 
     Returns:
         `(batch, length − first)` in float32 on the model's device.
@@ -47,7 +52,7 @@ def token_losses(
     input_ids = input_ids.to(next(model.parameters()).device)
     targets = input_ids[:, first:]
     model = _without_wrapper(model)
-    inputs = _inputs(model, input_ids, attention_mask)
+    inputs = _inputs(model, input_ids, attention_mask, cache)
     hidden, last_logits = _run_body(model, inputs) if _takes(model, "logits_to_keep") else (None, None)
     if hidden is None:
         logger.warning_once(f"{type(model).__name__} shows no hidden states before its head: all logits at once")
@@ -86,8 +91,11 @@ def _takes(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
 
 
-def _inputs(model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> dict[str, Any]:
-    inputs = {"input_ids": input_ids, "use_cache": False}
+def _inputs(model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None,
+            cache: Cache | None) -> dict[str, Any]:  # fmt: skip
+    inputs = {"input_ids": input_ids, "use_cache": cache is not None}
+    if cache is not None:
+        inputs[CACHE] = cache
     if attention_mask is not None and not bool(attention_mask.all()):
         inputs["attention_mask"] = attention_mask.to(input_ids.device)
         if _takes(model, "position_ids"):

@@ -1,6 +1,7 @@
 """What is evaluated: a model, its tokenizer, and the positional encodings put on it one after the other."""
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -9,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AttentionInterface, AutoTokenizer, GenerationMixin
 
 import hf_posenc
 from eval import data
 
 NONE = "none"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_ARGUMENTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = "cache" if "cache" in _ARGUMENTS else "past_key_values"  # remove when 5.40 is the oldest supported version
 
 
 def load(name: str, dtype: str = "bfloat16", device: str = "auto") -> tuple[nn.Module, Any]:
@@ -56,6 +59,29 @@ def applied(model: nn.Module, posenc: str) -> Iterator[str]:
             hf_posenc.patch(model, before)
 
 
+@contextmanager
+def attention_in_float32(model: nn.Module) -> Iterator[bool]:
+    """`sdpa` computed in float32 for a while, on a CPU that has no bfloat16 matrix unit; gives whether it is.
+
+    There torch's bfloat16 kernel takes 1.7 times as long and is less exact. Everything else keeps its dtype.
+    """
+    parameter = next(model.parameters())
+    helps = (
+        parameter.device.type == "cpu" and parameter.dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported()
+    )
+    sdpa = AttentionInterface()["sdpa"]
+
+    def widened(module, query, key, value, attention_mask, **keywords):
+        output, weights = sdpa(module, query.float(), key.float(), value.float(), attention_mask, **keywords)
+        return output.to(query.dtype), weights
+
+    AttentionInterface.register("sdpa", widened if helps else sdpa)
+    try:
+        yield helps
+    finally:
+        AttentionInterface.register("sdpa", sdpa)
+
+
 def full_names(model: nn.Module, posencs: Sequence[str]) -> list[str]:
     """Every method with its parameters, as results are filed; each is tried on first, so a wrong one fails at once."""
     names = []
@@ -88,10 +114,13 @@ def fingerprint(model: nn.Module) -> str:
     return found.hexdigest()[:12]
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a whole document: a first BOS where this tokenizer puts one, no EOS, nothing cut."""
-    start = tokenizer("").input_ids[:1]
-    bos = start if start == [tokenizer.bos_token_id] else []
+def encode(tokenizer: Any, text: str, *, start: bool = True) -> list[int]:
+    """Tokens of a whole document, or, without `start`, of a part that follows another.
+
+    A document has a first BOS where this tokenizer puts one; neither has an EOS, and nothing is cut.
+    """
+    first = tokenizer("").input_ids[:1]
+    bos = first if start and first == [tokenizer.bos_token_id] else []
     return bos + tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids
 
 

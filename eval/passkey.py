@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from transformers import Cache
 
-from eval.models import encode
+from eval.models import CACHE, encode
 
 EXTRA_TOKENS = 5  # of the answer, beside the digits
 FILL = 0.97
@@ -138,8 +139,12 @@ def answer_tokens(digits: int) -> int:
     return digits + EXTRA_TOKENS
 
 
-def ask(model: Any, tokenizer: Any, prompt: Prompt) -> Answer:
-    """Lets the model continue a prompt; `generate` computes one row of logits in the prefill."""
+def ask(model: Any, tokenizer: Any, prompt: Prompt, cache: Cache | None = None) -> Answer:
+    """Lets the model continue a prompt; `generate` computes one row of logits in the prefill.
+
+    Args:
+        cache: the first tokens of the prompt, read already; the rest is read on top of them.
+    """
     began = time.perf_counter()
     limit = answer_tokens(len(prompt.key))
     ids = torch.tensor([prompt.ids], device=model.device)
@@ -151,6 +156,7 @@ def ask(model: Any, tokenizer: Any, prompt: Prompt) -> Answer:
         num_beams=1,
         repetition_penalty=1.0,
         pad_token_id=tokenizer.eos_token_id,
+        **({} if cache is None else {CACHE: cache}),
     )
     answer = tokenizer.decode(generated[0, len(prompt.ids) :][:limit], skip_special_tokens=True)
     fields = asdict(prompt)

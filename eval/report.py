@@ -52,7 +52,7 @@ def band_table(title: str, curves: Curves, trained: int | None, columns: int | N
     first = next(iter(rows.values()))
     for low, high, _ in first:
         mark = "[yellow]" if trained is not None and high > trained else ""
-        table.add_column(f"{mark}{_short(low)}-{_short(high)}", justify="right")
+        table.add_column(f"{mark}{_range(low, high)}", justify="right")
     for posenc, row in rows.items():
         table.add_row(posenc, *(_coloured(loss, base) for (*_, loss), (*_, base) in zip(row, first, strict=True)))
     return table
@@ -112,7 +112,7 @@ def _plot_lines(path: Path, lines: dict[str, tuple[list[float], list[float]]], l
 
 
 def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("posenc", overflow="fold")
     return table
 
@@ -161,6 +161,10 @@ def _coloured(loss: float | None, base: float | None) -> str:
     if loss is None or base is None:
         return "-"
     return f"{'[green]' if loss < base - 0.05 else '[red]' if loss > base + 0.05 else ''}{loss:.3f}"
+
+
+def _range(low: int, high: int) -> str:
+    return f"{low // 1024}-{high // 1024}k" if low % 1024 == high % 1024 == 0 else f"{_short(low)}-{_short(high)}"
 
 
 def _short(length: float) -> str:

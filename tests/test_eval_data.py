@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 
-from eval import data, demo, report
+from eval import data, report
 from eval.rdata import read_strings
 
 
@@ -162,16 +162,3 @@ def test_changes_are_against_the_first_row():
         ["none", "pi"], ["10.0", "12.0 [red]+20.0%[/]"], ["90.0", "9.0 [green]-90.0%[/]"],
     ]  # fmt: skip
     assert "beyond" in str(table.columns[2].header) and "beyond" not in str(table.columns[1].header)
-
-
-def test_the_demo_hides_its_note_in_the_text():
-    from test_eval_results import characters
-
-    tokenizer, story = characters(), "A line of a story.\nAnd one more.\n\n" * 300
-    prompt = demo.hide(tokenizer, story, 4000)
-    text = tokenizer.decode(prompt.ids)
-    assert 0.97 * 4000 <= len(prompt.ids) <= 4000 - 10 and text.count(prompt.key) == 2
-    assert text[: prompt.key_position].endswith("one more.\n\n")
-    assert prompt.key_position / len(prompt.ids) == pytest.approx(0.3, abs=0.02)
-    with pytest.raises(ValueError, match="longer --text"):
-        demo.hide(tokenizer, story, 40_000)

@@ -103,14 +103,19 @@ def scores_of(results: Results, windows_at: Callable[[int], list[Window]]) -> li
         windows = [Window(0, sample["start"], sample["end"], sample["first"]) for sample in samples]
         losses = [torch.tensor(sample["losses"]) for sample in samples]
         found = Perplexity([Score(*pair) for pair in zip(windows, losses, strict=True)])
-        edges = sorted({length * band // BANDS for band in range(BANDS + 1)})
         scores.append({
             "posenc": posenc, "length": length, "perplexity": found.perplexity, "loss": found.loss,
             "scored_tokens": found.scored, "windows": len(samples),
             "seconds": round(sum(sample["seconds"] for sample in samples), 1),
-            "by_position": [asdict(band) for band in found.by_position(edges)],
+            "by_position": bands(found, length),
         })  # fmt: skip
     return scores
+
+
+def bands(found: Perplexity, length: int) -> list[dict[str, Any]]:
+    """The loss-by-position curve over a length."""
+    edges = sorted({length * band // BANDS for band in range(BANDS + 1)})
+    return [asdict(band) for band in found.by_position(edges)]
 
 
 def _score_windows(results: Results, bar: Progress, model: Any, documents: dict[str, torch.Tensor],
