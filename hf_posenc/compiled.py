@@ -57,10 +57,11 @@ def _work(
     pairing: str,
     sign: int,
     scale: float,
-    device: torch.device,
+    groups: int,
+    like: torch.Tensor,
 ) -> tuple[two_part.Work, int]:
     slots = keys.shape[-1] if total is None else int(total)
-    name, tensors = (method, length, slots, device), (queries, keys, frequencies)
+    name, tensors = (method, length, slots, groups, like.device, like.dtype), (queries, keys, frequencies)
     for last in _last:
         if last.name == name and all(map(_same, last.tensors, tensors)):
             found = last.layout
@@ -71,7 +72,7 @@ def _work(
         assert isinstance(chosen, PositionMap)
         padding = None if mask is None else mask[:, 0, -1]
         positions = Positions(queries, keys, slots, padding)
-        found = two_part.layout(chosen, Source(rope, frequencies, axes), positions, slots, device)
+        found = two_part.layout(chosen, Source(rope, frequencies, axes), positions, slots, groups, like)
         if not two_part.shows_runs(mask, found.start, slots, None):
             raise RuntimeError(
                 "The positions of this compiled forward have gaps that its mask does not follow: run it uncompiled."
@@ -104,20 +105,20 @@ def mapped(
     sign: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``two_part.forward``; log-sum-exps of all blocks lie side by side."""
+    """``two_part.forward``."""
     work, slots = _work(
-        queries, keys, total, mask, frequencies, axes, method, length, start, stop, pairing, sign, scale, query.device
-    )
-    output, sums = two_part.forward(query, key[:, :, :slots], value[:, :, :slots], work)
-    return output, torch.cat(sums, dim=-1)
+        queries, keys, total, mask, frequencies, axes, method, length, start, stop, pairing, sign, scale,
+        query.shape[1] // key.shape[1], query,
+    )  # fmt: skip
+    return two_part.forward(query, key[:, :, :slots], value[:, :, :slots], work)
 
 
 @mapped.register_fake
 def _(query, key, value, *args):
     batch, heads, length, dim = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
-    kv = key.shape[1]
-    return query.new_empty(batch, length, heads, dim), query.new_empty(batch, kv, length * heads // kv, dtype=wide)
+    sums = query.new_empty(batch, key.shape[1], heads // key.shape[1], length, dtype=wide)
+    return query.new_empty(batch, length, heads, dim), sums
 
 
 @torch.library.custom_op("hf_posenc::mapped_backward", mutates_args=())
@@ -144,11 +145,10 @@ def mapped_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``two_part.backward``."""
     work, slots = _work(
-        queries, keys, total, mask, frequencies, axes, method, length, start, stop, pairing, sign, scale, query.device
-    )
-    groups = query.shape[1] // key.shape[1]
-    parts = list(sums.split([(end - begin) * groups for begin, end in work.layout.blocks], dim=-1))
-    found = two_part.backward(grad, query, key[:, :, :slots], value[:, :, :slots], output, parts, work)
+        queries, keys, total, mask, frequencies, axes, method, length, start, stop, pairing, sign, scale,
+        query.shape[1] // key.shape[1], query,
+    )  # fmt: skip
+    found = two_part.backward(grad, query, key[:, :, :slots], value[:, :, :slots], output, sums, work)
     spare = key.shape[2] - slots
     return found[0], *(torch.nn.functional.pad(part, (0, 0, 0, spare)) for part in found[1:])
 

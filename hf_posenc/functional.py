@@ -63,11 +63,15 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: 
     """
     if pairing == "half":
         first, second = states.chunk(2, dim=-1)
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        rotated = torch.cat(_turned(first, second, cos, sin), dim=-1)
     else:
         first, second = states[..., 0::2], states[..., 1::2]
-        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+        rotated = torch.stack(_turned(first, second, cos, sin), dim=-1).flatten(-2)
     return rotated.to(states.dtype)
+
+
+def _turned(first, second, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
 
 
 def longrope_attention_factor(factor: float, length: int) -> float:

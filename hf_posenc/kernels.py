@@ -1,111 +1,133 @@
 """Attention over some of the keys with the log-sum-exp of its scores, and the backward that belongs to the whole.
 
 Parts that cover different keys of one softmax merge by their log-sum-exps. Backward takes the output and log-sum-exp
-of the whole softmax, which makes the gradient of every part exact.
+of the whole softmax, which makes the gradient of every part exact. Queries are folded: all query heads of a key head
+stand one after the other along the rows, so that no key is ever copied for its group.
 """
 
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
-ROWS = {"cpu": 256}
-"""Queries per block, by device: small enough for the caches of a CPU, large enough to fill an accelerator."""
-_ROWS = 2048
+CAUSAL: Literal["causal"] = "causal"
+Mask = torch.Tensor | Literal["causal"] | None
+"""What a row sees: of as many keys as rows those up to its own, what numbers added to its scores leave, or all.
+
+Numbers are (batch or 1, 1, rows, keys) in the dtype of the queries, finite even for a row that sees nothing, so that
+its log-sum-exp is finite too.
+"""
+CAUSAL_ROWS = 512
+"""Rows from which on a triangle is left to the kernel; below, one call under a mask is faster than one for each head."""
 _EFFICIENT_ALIGNMENT = 32
-"""Queries by which the log-sum-exp of the memory-efficient kernel is padded."""
+"""Rows by which the log-sum-exp of the memory-efficient kernel is padded."""
 
 
-@dataclass
-class Scores:
-    """What turns queries and keys into scores.
+def rows_per_block(device: torch.device, groups: int, banded: bool) -> int:
+    """How many queries to take at once: enough to fill the device, few where each brings two fringes of its own.
 
-    Attributes:
-        scale: factor on their product
-        mask: (batch or 1, 1, rows, keys) added to it, in their dtype; a row that sees nothing holds finite numbers,
-            so that its log-sum-exp is one too. None: every row sees every key.
+    Args:
+        groups: query heads to a key head
+        banded: whether both edges of what is in sight move with the query
     """
+    if device.type != "cpu":
+        return 2048
+    return max(64, 384 // groups) if banded else 1024
 
-    scale: float
-    mask: torch.Tensor | None
 
-
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores):
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: Mask, groups: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one part.
 
     Args:
-        query: (batch, heads, rows, dim)
+        query: (batch, heads, groups * rows, dim)
         key, value: (batch, heads, keys, dim)
+        scale: factor on the products of queries and keys
 
     Returns:
-        Output (batch, heads, rows, dim) and log-sum-exp (batch, heads, rows), float32 or wider.
+        Output (batch, heads, groups * rows, dim) and log-sum-exp (batch, heads, groups * rows), float32 or wider.
     """
-    if query.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, False, attn_mask=scores.mask, scale=scores.scale
-        )
-    if query.device.type == "cuda" and query.dtype != torch.float64:
-        output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, _expanded(query, key, scores.mask), True, 0.0, False, scale=scores.scale
-        )
-        return output, logsumexp[..., : query.shape[2]]
-    return plain(query, key, value, scores)
+    if mask is CAUSAL:
+        found = [_attend(rows, key, value, scale, None, True) for rows in query.chunk(groups, dim=2)]
+        return torch.cat([output for output, _ in found], dim=2), torch.cat([total for _, total in found], dim=2)
+    return _attend(query, key, value, scale, mask, False)
 
 
-def attend_backward(grad, query, key, value, output, logsumexp, scores: Scores):
+def attend_backward(grad, query, key, value, output, logsumexp, scale: float, mask: Mask, groups: int):
     """Gradients of query, key and value through one part.
 
     Args:
-        grad, output: (batch, heads, rows, dim) of the whole softmax
-        logsumexp: (batch, heads, rows) of the whole softmax
+        grad, output: (batch, heads, groups * rows, dim) of the whole softmax
+        logsumexp: (batch, heads, groups * rows) of the whole softmax
     """
+    if mask is CAUSAL:
+        found = [
+            _backward(*rows[:2], key, value, *rows[2:], scale, None, True)
+            for rows in zip(*(states.chunk(groups, dim=2) for states in (grad, query, output, logsumexp)), strict=True)
+        ]
+        rows, keys, values = zip(*found, strict=True)
+        return torch.cat(rows, dim=2), sum(keys), sum(values)
+    return _backward(grad, query, key, value, output, logsumexp, scale, mask, False)
+
+
+def _attend(query, key, value, scale, mask, causal):
     if query.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, logsumexp, 0.0, False, attn_mask=scores.mask, scale=scores.scale
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
     if query.device.type == "cuda" and query.dtype != torch.float64:
-        spare = -logsumexp.shape[-1] % _EFFICIENT_ALIGNMENT
+        bias = _aligned(query, key, mask)
+        output, total, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, 0.0, causal, scale=scale
+        )
+        return output, total[..., : query.shape[2]]
+    return plain(query, key, value, scale, mask, causal)
+
+
+def _backward(grad, query, key, value, output, logsumexp, scale, mask, causal):
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    if query.device.type == "cuda" and query.dtype != torch.float64:
+        total = nn.functional.pad(logsumexp, (0, -logsumexp.shape[-1] % _EFFICIENT_ALIGNMENT), value=torch.inf)
         seed = torch.zeros((), dtype=torch.long, device=query.device)
-        bias = _expanded(query, key, scores.mask)
-        found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad, query, key, value, bias, output, nn.functional.pad(logsumexp, (0, spare), value=torch.inf),
-            seed, seed, 0.0, [True, True, True, False], False, scale=scores.scale,
-        )  # fmt: skip
-        return found[:3]
-    return plain_backward(grad, query, key, value, output, logsumexp, scores)
+        return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad, query, key, value, _aligned(query, key, mask), output, total,
+            seed, seed, 0.0, [True, True, True, False], causal, scale=scale,
+        )[:3]  # fmt: skip
+    return plain_backward(grad, query, key, value, output, logsumexp, scale, mask, causal)
 
 
-def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores):
+def plain(query, key, value, scale: float, mask: torch.Tensor | None, causal: bool = False):
     """``attend`` in plain matrix products, for any device and dtype."""
-    weights = _scores(query, key, scores)
-    logsumexp = weights.logsumexp(-1)
-    return (weights - logsumexp[..., None]).exp().to(value.dtype) @ value, logsumexp
+    scores = _scores(query, key, scale, mask, causal)
+    logsumexp = scores.logsumexp(-1)
+    return (scores - logsumexp[..., None]).exp().to(value.dtype) @ value, logsumexp
 
 
-def plain_backward(grad, query, key, value, output, logsumexp, scores: Scores):
+def plain_backward(grad, query, key, value, output, logsumexp, scale: float, mask, causal: bool = False):
     """``attend_backward`` in plain matrix products."""
     wide = logsumexp.dtype
-    weights = (_scores(query, key, scores) - logsumexp[..., None]).exp()
+    weights = (_scores(query, key, scale, mask, causal) - logsumexp[..., None]).exp()
     product = (grad.to(wide) * output.to(wide)).sum(-1, keepdim=True)
-    inner = (weights * (grad.to(wide) @ value.to(wide).mT - product)).to(query.dtype) * scores.scale
+    inner = (weights * (grad.to(wide) @ value.to(wide).mT - product)).to(query.dtype) * scale
     return inner @ key, inner.mT @ query, weights.to(grad.dtype).mT @ grad
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, scores: Scores) -> torch.Tensor:
+def _scores(query, key, scale: float, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
     wide = torch.promote_types(query.dtype, torch.float32)
-    found = query.to(wide) @ key.to(wide).mT * scores.scale
-    return found if scores.mask is None else found + scores.mask.to(wide)
+    found = query.to(wide) @ key.to(wide).mT * scale
+    if causal:
+        found = found.masked_fill(torch.ones_like(found, dtype=torch.bool).triu(1), -torch.inf)
+    return found if mask is None else found + mask.to(wide)
 
 
-def _expanded(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+def _aligned(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
     """The mask as the memory-efficient kernel takes it: whole, with rows that start at aligned addresses."""
     if mask is None:
         return None
     spare = -mask.shape[-1] % 16
     aligned = nn.functional.pad(mask, (0, spare))[..., : mask.shape[-1]]
     return aligned.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-
-
-def rows_per_block(device: torch.device) -> int:
-    """How many queries to take at once."""
-    return ROWS.get(device.type, _ROWS)

@@ -6,14 +6,14 @@ part: those all of its rows see, which a fused kernel takes without a mask, and 
 Whatever cuts a text into runs of its own (padding, packed documents) only narrows which slots a row sees.
 """
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from . import kernels
 from .context import Call
-from .kernels import Scores
 from .methods.base import Part, PositionMap
 from .positions import Positions
 from .turning import Source, Table, shift_table, turn
@@ -34,8 +34,9 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         return call.run(call.query, call.key, call.value, call.rows(0, call.query.shape[2], slots))
     total = int(positions.total)
     if slots >= total and kernels_do(call, parts):
+        groups = call.query.shape[1] // call.key.shape[1]
         found = context.once(
-            (layer.plan.source, "layout"), lambda: layout(method, layer.source, positions, total, call.query.device)
+            (layer.plan.source, groups), lambda: layout(method, layer.source, positions, total, groups, call.query)
         )
         if _fits(call, found, total):
             work = Work(found, layer.plan, scale_of(call))
@@ -115,30 +116,45 @@ def shows_runs(mask: torch.Tensor | None, first: torch.Tensor, total: int, paddi
 
 
 @dataclass
-class Piece:
-    """Keys in slots start to stop, seen by a block of queries; ``hidden`` (batch or 1, rows, keys) says by which not."""
-
-    start: int
-    stop: int
-    hidden: torch.Tensor | None
-
-
-@dataclass
 class Share:
     """Keys that a part sees under one rotation.
 
     Attributes:
         low, high: (batch, queries) int64 on the CPU: every query sees the slots low to high, high excluded
-        query: the table that turns queries for this part, None where they stand right
         key: the table that turns the keys in slots ``start`` to ``stop``, None where they stand right
     """
 
     low: torch.Tensor
     high: torch.Tensor
-    query: Table | None
     key: Table | None
     start: int
     stop: int
+
+
+@dataclass
+class Piece:
+    """Keys of a share in slots start to stop, met by a block of queries under ``mask`` (see ``kernels.attend``)."""
+
+    share: int
+    start: int
+    stop: int
+    mask: kernels.Mask
+
+
+@dataclass
+class Block:
+    """Queries begin to end, as one part compares them with its keys.
+
+    Attributes:
+        table: what turns them, None where they stand right
+        scale: (batch, 1, end - begin, 1) factor on them, or None
+    """
+
+    begin: int
+    end: int
+    table: Table | None
+    scale: torch.Tensor | None
+    pieces: list[Piece]
 
 
 @dataclass
@@ -146,18 +162,13 @@ class Layout:
     """How one forward is computed, for all layers of one source.
 
     Attributes:
-        scale: (batch, 1, queries, 1) factor on queries, or None
-        blocks: first and last query of each block
-        pieces: per block and share
+        blocks: part by part, the near one first, which every query takes part in
         start: (batch, queries) the first slot of the run of each query
     """
 
     shares: list[Share]
-    scale: torch.Tensor | None
-    blocks: list[tuple[int, int]]
+    blocks: list[Block]
     start: torch.Tensor
-    pieces: list[list[list[Piece]]] = field(default_factory=list)
-    masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
 
 # --- which keys a query sees, and where ------------------------------------------------------------------------------
@@ -175,44 +186,56 @@ def runs(positions: Positions, slots: int) -> torch.Tensor:
     return starts.cummax(1).values
 
 
-def layout(method: PositionMap, source: Source, positions: Positions, slots: int, device: torch.device) -> Layout:
+def layout(method: PositionMap, source: Source, positions: Positions, slots: int, groups: int, like: torch.Tensor):
     """Cut the queries into blocks and their keys into pieces.
 
     Args:
         slots: number of keys in the cache
+        groups: query heads to a key head
+        like: a tensor of the device and dtype to compute in
     """
-    queries = positions.queries.cpu()
-    places, length = queries.amax(0), queries.shape[-1]
+    queries, length = positions.queries.cpu(), positions.queries.shape[-1]
     start = runs(positions, slots)[:, slots - length :]
-    first = places - (torch.arange(slots - length, slots) - start)  # position of the first slot of the run
-    keys = positions.keys[..., :slots].cpu()
-    shares = []
+    scale = method.query_scale(queries.amax(0), source.rope)
+    if scale is not None:
+        scale = scale.to(like.device, torch.float32)[:, None, :, None]
+    found, masks = Layout([], [], start), {}
     for part in method.parts():
         shift = part.query(queries) - method.held(queries)
-        query = shift_table(source, shift, device) if shift.any() else None
-        for low, high, plain in _held_ranges(method):
-            lowest, highest = _reach(part, places)
-            lowest = start + (lowest.clamp(min=low) - first).clamp(min=0)
-            highest = start + (highest.clamp(max=high) - first).clamp(min=0)
-            lowest = torch.minimum(lowest, highest)
-            if not (lowest < highest).any():
-                continue
-            seen = lowest < highest
-            begin, end = int(lowest[seen].min()), int(highest.max())
-            key = None
-            if plain is not None and plain != part.plain_keys:
-                span = keys[..., begin:end]
-                shift = span - method.far(span)
-                key = shift_table(source, shift if part.plain_keys else -shift, device)
-            shares.append(Share(lowest, highest, query, key, begin, end))
-    scale = method.query_scale(places, source.rope)
-    if scale is not None:
-        scale = scale.to(device, torch.float32)[:, None, :, None] if (scale != 1).any() else None
-    found = Layout(shares, scale, list(_blocks(shares, length, kernels.rows_per_block(device))), start)
-    masks: dict[tuple, torch.Tensor] = {}
-    for begin, end in found.blocks:
-        found.pieces.append([list(_pieces(share, begin, end, device, masks)) for share in shares])
+        table = shift_table(source, shift, like.device) if shift.any() else None
+        mine = list(_shares(part, method, source, positions, slots, start, like.device))
+        numbers = range(len(found.shares), len(found.shares) + len(mine))
+        found.shares += mine
+        for begin, end in _cuts(mine, length, kernels.rows_per_block(like.device, groups, banded=part.is_band)):
+            pieces = [
+                Piece(number, first, last, _mask(share, begin, end, first, last, groups, like, masks))
+                for number, share in zip(numbers, mine, strict=True)
+                for first, last in _spans(share, begin, end)
+            ]
+            if pieces:
+                rows = None if table is None else (table[0][:, :, begin:end], table[1][:, :, begin:end])
+                found.blocks.append(Block(begin, end, rows, None if scale is None else scale[:, :, begin:end], pieces))
     return found
+
+
+def _shares(part, method, source, positions, slots, start, device) -> Iterator[Share]:
+    """What the queries see of one part, apart by how the cache holds it."""
+    places = positions.queries.cpu().amax(0)
+    first = places - (torch.arange(slots - places.shape[1], slots) - start)  # position of the first slot of the run
+    for least, most, plain in _held_ranges(method):
+        low, high = _reach(part, places)
+        low = start + (low.clamp(min=least) - first).clamp(min=0)
+        high = start + (high.clamp(max=most) - first).clamp(min=0)
+        seen = low < high
+        if not seen.any():
+            continue
+        begin, end = int(low[seen].min()), int(high.max())
+        key = None
+        if plain is not None and plain != part.plain_keys:
+            span = positions.keys[..., begin:end].cpu()
+            shift = span - method.far(span)
+            key = shift_table(source, shift if part.plain_keys else -shift, device)
+        yield Share(torch.minimum(low, high), high, key, begin, end)
 
 
 def _held_ranges(method: PositionMap) -> list[tuple[int, int, bool | None]]:
@@ -230,45 +253,53 @@ def _reach(part: Part, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return lowest, torch.minimum((block - part.first + 1) * part.block, places + 1).clamp(min=0)
 
 
-def _blocks(shares: list[Share], length: int, rows: int) -> Iterator[tuple[int, int]]:
-    cuts = torch.zeros(length, dtype=torch.bool)
+def _cuts(shares: list[Share], length: int, rows: int) -> Iterator[tuple[int, int]]:
+    """First and last query of every block."""
+    jumps = torch.zeros(length, dtype=torch.bool)
     for share in shares:
         for edge in (share.low, share.high):
             step = edge[:, 1:] - edge[:, :-1]
-            cuts[1:] |= ((step > 1) | (step < 0)).any(0)
-    at = cuts.nonzero().flatten().tolist()
+            jumps[1:] |= ((step > 1) | (step < 0)).any(0)
+        seen = share.low < share.high
+        jumps[1:] |= (seen[:, 1:] != seen[:, :-1]).any(0)
+    at = jumps.nonzero().flatten().tolist()
     borders = [0, *(at if len(at) <= length // _SPARSE + 1 else ()), length]
-    for first, last in zip(borders[:-1], borders[1:], strict=True):
-        for start in range(first, last, rows):
-            yield start, min(start + rows, last)
+    for first, last in itertools.pairwise(borders):
+        for begin in range(first, last, rows):
+            yield begin, min(begin + rows, last)
 
 
-def _pieces(share: Share, begin: int, end: int, device: torch.device, masks: dict) -> Iterator[Piece]:
+def _spans(share: Share, begin: int, end: int) -> list[tuple[int, int]]:
+    """The slots that a block sees, cut into those that all of its rows see and the fringes before and behind."""
     low, high = share.low[:, begin:end], share.high[:, begin:end]
     seen = low < high
     if not seen.any():
-        return
-    outer, inner = (int(low[seen].min()), int(high.max())), (int(low.max()), int(high.min()))
-    if inner[0] >= inner[1]:
-        spans = [outer]
-    else:
-        spans = [(outer[0], inner[0]), inner, (inner[1], outer[1])]
-    for start, stop in spans:
-        if start < stop:
-            whole = (start, stop) == inner
-            yield Piece(
-                start, stop, None if whole else _hidden(low - start, high - start, stop - start, device, masks)
-            )
+        return []
+    # One key more than needed in the fringe behind lets its first row see something: it is square, and causal.
+    first, last, inner, outer = int(low[seen].min()), int(high.max()), int(low.max()), int(high.min())
+    outer -= outer < last
+    spans = [(first, last)] if inner >= outer else [(first, inner), (inner, outer), (outer, last)]
+    return [(start, stop) for start, stop in spans if start < stop]
 
 
-def _hidden(low: torch.Tensor, high: torch.Tensor, width: int, device: torch.device, masks: dict) -> torch.Tensor:
-    low, high = low.clamp(0, width), high.clamp(0, width)
+def _mask(share: Share, begin: int, end: int, first: int, last: int, groups: int, like: torch.Tensor, masks: dict):
+    low, high = share.low[:, begin:end] - first, share.high[:, begin:end] - first
+    if low.max() <= 0 and high.min() >= last - first:
+        return None
+    rows = end - begin
+    if rows >= kernels.CAUSAL_ROWS and (low <= 0).all() and torch.equal(high, torch.arange(1, rows + 1).expand_as(high)):
+        return kernels.CAUSAL
+    low, high = low.clamp(0, last - first), high.clamp(0, last - first)
     if (low == low[:1]).all() and (high == high[:1]).all():
         low, high = low[:1], high[:1]
-    name = (width, low.numpy().tobytes(), high.numpy().tobytes())
+    name = (last - first, low.numpy().tobytes(), high.numpy().tobytes())
     if name not in masks:
-        slots = torch.arange(width)
-        masks[name] = ((slots < low[..., None]) | (slots >= high[..., None])).to(device)
+        slots = torch.arange(last - first)
+        hidden = ((slots < low[..., None]) | (slots >= high[..., None])).repeat(1, groups, 1)[:, None].to(like.device)
+        # Finite, so that a row without a key in this piece has a log-sum-exp.
+        masks[name] = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
+            hidden, torch.finfo(like.dtype).min / 2
+        )
     return masks[name]
 
 
@@ -284,37 +315,19 @@ class Work:
     scale: float
 
     def keys(self, key: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-        """Per share the keys turned for it, and the slot of the first of them."""
+        """Per share its keys, turned, and the slot of the first of them."""
         return [
-            (key, 0)
-            if share.key is None
-            else (turn(key[:, :, share.start : share.stop], share.key, self.plan), share.start)
+            (key if share.key is None else turn(key[:, :, share.start : share.stop], share.key, self.plan),
+             0 if share.key is None else share.start)
             for share in self.layout.shares
-        ]
+        ]  # fmt: skip
 
-    def queries(self, query: torch.Tensor, begin: int, end: int, heads: int) -> dict[int, torch.Tensor]:
-        """A block of queries as each part compares them, by the identity of its table: (batch, key heads, rows, dim)."""
-        found = {}
-        for share in self.layout.shares:
-            if id(share.query) not in found:
-                block = query[:, :, begin:end]
-                if share.query is not None:
-                    block = turn(block, cut(share.query, begin, end), self.plan)
-                if self.layout.scale is not None:
-                    block = (block * self.layout.scale[:, :, begin:end]).to(query.dtype)
-                found[id(share.query)] = fold(block, heads)
-        return found
-
-    def scores(self, piece: Piece, groups: int, dtype: torch.dtype) -> Scores:
-        """The scale and the mask of a piece, whose rows stand once for every query head of a group."""
-        if piece.hidden is None:
-            return Scores(self.scale, None)
-        name, masks = (id(piece.hidden), groups, dtype), self.layout.masks
-        if name not in masks:
-            # Finite, so that a row without a key in this piece has a log-sum-exp.
-            mask = torch.zeros(piece.hidden.shape, dtype=dtype, device=piece.hidden.device)
-            masks[name] = mask.masked_fill_(piece.hidden, torch.finfo(dtype).min / 2).repeat(1, groups, 1)[:, None]
-        return Scores(self.scale, masks[name])
+    def queries(self, query: torch.Tensor, block: Block, heads: int) -> torch.Tensor:
+        """A block of queries, (batch, key heads, groups * rows, dim)."""
+        rows = query[:, :, block.begin : block.end]
+        if block.scale is not None:
+            rows = (rows * block.scale).to(query.dtype)
+        return fold(rows if block.table is None else turn(rows, block.table, self.plan), heads)
 
 
 def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, work: Work):
@@ -325,75 +338,67 @@ def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, work: W
         key, value: (batch, key heads, slots, dim), the keys as the cache holds them
 
     Returns:
-        (batch, queries, heads, dim), and the log-sum-exp (batch, key heads, queries * heads / key heads) of each block.
+        (batch, queries, heads, dim), and the log-sum-exp (batch, key heads, groups, queries).
     """
     batch, heads, length, dim = query.shape
-    groups = heads // key.shape[1]
-    keys = work.keys(key)
-    output, sums = query.new_empty(batch, length, heads, dim), []
-    for (begin, end), pieces in zip(work.layout.blocks, work.layout.pieces, strict=True):
-        queries = work.queries(query, begin, end, key.shape[1])
-        found = [
-            kernels.attend(
-                queries[id(share.query)],
-                turned[:, :, piece.start - first : piece.stop - first],
-                value[:, :, piece.start : piece.stop],
-                work.scores(piece, groups, query.dtype),
-            )
-            for share, (turned, first), mine in zip(work.layout.shares, keys, pieces, strict=True)
-            for piece in mine
-        ]
-        block, total = merge(found)
-        output[:, begin:end] = unfold(block, groups).transpose(1, 2)
-        sums.append(total)
-    return output, sums
+    groups, keys, wide = heads // key.shape[1], work.keys(key), torch.promote_types(query.dtype, torch.float32)
+    output = torch.empty(batch, length, heads, dim, dtype=wide, device=query.device)
+    sums = torch.empty(batch, key.shape[1], groups, length, dtype=wide, device=query.device)
+    covered = 0
+    for block in work.layout.blocks:
+        rows, found = work.queries(query, block, key.shape[1]), []
+        for piece in block.pieces:
+            turned, first = keys[piece.share]
+            here = turned[:, :, piece.start - first : piece.stop - first]
+            values = value[:, :, piece.start : piece.stop]
+            found.append(kernels.attend(rows, here, values, work.scale, piece.mask, groups))
+        outputs, totals = output[:, block.begin : block.end], sums[..., block.begin : block.end]
+        if block.begin < covered:
+            found.append((fold(outputs.transpose(1, 2), key.shape[1]), totals.flatten(2, 3)))
+        merged, total = merge(found)
+        outputs.copy_(unfold(merged, groups).transpose(1, 2))
+        totals.copy_(total.unflatten(2, (groups, -1)))
+        covered = max(covered, block.end)
+    return output.to(query.dtype), sums
 
 
-def backward(grad, query, key, value, output, sums: list[torch.Tensor], work: Work):
+def backward(grad, query, key, value, output, sums: torch.Tensor, work: Work):
     """Gradients of query, key and value; ``grad`` and ``output`` are (batch, queries, heads, dim)."""
-    groups = query.shape[1] // key.shape[1]
+    heads, groups, shares = key.shape[1], query.shape[1] // key.shape[1], work.layout.shares
     keys = work.keys(key)
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_query = torch.zeros(query.shape, dtype=wide, device=query.device)
+    grad_key = torch.zeros(key.shape, dtype=wide, device=key.device)
     grad_value = torch.zeros(value.shape, dtype=wide, device=value.device)
-    # Keys that no share turns have one gradient, turned ones another.
-    grads = [torch.zeros(turned.shape, dtype=wide, device=key.device) for turned, _ in keys]
-    for (begin, end), pieces, total in zip(work.layout.blocks, work.layout.pieces, sums, strict=True):
-        queries = work.queries(query, begin, end, key.shape[1])
-        grad_block = fold(grad[:, begin:end].transpose(1, 2), key.shape[1])
-        block = fold(output[:, begin:end].transpose(1, 2), key.shape[1])
-        for share, (turned, first), mine, grad_key in zip(work.layout.shares, keys, pieces, grads, strict=True):
-            for piece in mine:
-                here, there = slice(piece.start, piece.stop), slice(piece.start - first, piece.stop - first)
-                left, middle, right = kernels.attend_backward(
-                    grad_block,
-                    queries[id(share.query)],
-                    turned[:, :, there],
-                    value[:, :, here],
-                    block,
-                    total,
-                    work.scores(piece, groups, query.dtype),
-                )
-                left = unfold(left, groups).to(wide)
-                if work.layout.scale is not None:
-                    left = left * work.layout.scale[:, :, begin:end]
-                if share.query is not None:
-                    left = turn(left, cut(share.query, begin, end), work.plan, back=True)
-                grad_query[:, :, begin:end] += left
-                grad_key[:, :, there] += middle
-                grad_value[:, :, here] += right
-    total_key = torch.zeros(key.shape, dtype=wide, device=key.device)
-    for share, grad_key in zip(work.layout.shares, grads, strict=True):
-        if share.key is None:
-            total_key += grad_key
-        else:
-            total_key[:, :, share.start : share.stop] += turn(grad_key, share.key, work.plan, back=True)
-    return grad_query.to(query.dtype), total_key.to(key.dtype), grad_value.to(value.dtype)
-
-
-def cut(table: Table, begin: int, end: int) -> Table:
-    """A table of some of the positions."""
-    return table[0][:, :, begin:end], table[1][:, :, begin:end]
+    # Gradients of keys that a share turned wait to be turned back; the others are added up at once.
+    grads = [
+        grad_key if share.key is None else torch.zeros(turned.shape, dtype=wide, device=key.device)
+        for share, (turned, _) in zip(shares, keys, strict=True)
+    ]
+    for block in work.layout.blocks:
+        rows, total = work.queries(query, block, heads), sums[..., block.begin : block.end].flatten(2, 3)
+        whole, whole_grad = (
+            fold(states[:, block.begin : block.end].transpose(1, 2), heads) for states in (output, grad)
+        )
+        grad_rows = torch.zeros(rows.shape, dtype=wide, device=query.device)
+        for piece in block.pieces:
+            turned, first = keys[piece.share]
+            here = slice(piece.start - first, piece.stop - first)
+            values = value[:, :, piece.start : piece.stop]
+            found = kernels.attend_backward(
+                whole_grad, rows, turned[:, :, here], values, whole, total, work.scale, piece.mask, groups
+            )
+            grad_rows += found[0]
+            grads[piece.share][:, :, here] += found[1]
+            grad_value[:, :, piece.start : piece.stop] += found[2]
+        grad_rows = unfold(grad_rows, groups)
+        if block.table is not None:
+            grad_rows = turn(grad_rows, block.table, work.plan, back=True)
+        grad_query[:, :, block.begin : block.end] += grad_rows if block.scale is None else grad_rows * block.scale
+    for share, found in zip(shares, grads, strict=True):
+        if share.key is not None:
+            grad_key[:, :, share.start : share.stop] += turn(found, share.key, work.plan, back=True)
+    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
 def fold(states: torch.Tensor, heads: int) -> torch.Tensor:
@@ -415,26 +420,27 @@ def merge(found: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor,
     if len(found) == 1:
         return found[0]
     sums = torch.stack([total for _, total in found])
-    total = sums.logsumexp(0)
-    weights = (sums - total).exp_()[..., None]
+    highest = sums.amax(0)
+    weights = (sums - highest).exp_()
+    whole = weights.sum(0)
+    weights = (weights / whole)[..., None]
     merged = found[0][0] * weights[0]
     for (output, _), weight in zip(found[1:], weights[1:], strict=True):
-        merged = merged + output * weight
-    return merged.to(found[0][0].dtype), total
+        merged = torch.addcmul(merged, output, weight)
+    return merged, highest + whole.log()
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, work):
         output, sums = forward(query, key, value, work)
-        ctx.save_for_backward(query, key, value, output, *sums)
+        ctx.save_for_backward(query, key, value, output, sums)
         ctx.work = work
         return output
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value, output, *sums = ctx.saved_tensors
-        return *backward(grad, query, key, value, output, sums, ctx.work), None
+        return *backward(grad, *ctx.saved_tensors, ctx.work), None
 
 
 def blockwise(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, work: Work) -> torch.Tensor:

@@ -173,6 +173,11 @@ class Part:
     block: int = 1
 
     @property
+    def is_band(self) -> bool:
+        """Whether the first key in sight moves on with every query, as the last one does."""
+        return self.block == 1 and self.last is not None
+
+    @property
     def nearest(self) -> int:
         """The smallest distance in tokens that belongs to it."""
         return max(0, (self.first - 1) * self.block + 1)
