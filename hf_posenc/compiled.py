@@ -60,8 +60,12 @@ def _work(
     groups: int,
     like: torch.Tensor,
 ) -> tuple[two_part.Work, int]:
+    plan = Plan("", 0, start, stop, pairing, sign)  # type: ignore[arg-type]
     slots = keys.shape[-1] if total is None else int(total)
-    name, tensors = (method, length, slots, groups, like.device, like.dtype), (queries, keys, frequencies)
+    name, tensors = (
+        (method, length, slots, groups, pairing, sign, like.device, like.dtype),
+        (queries, keys, frequencies),
+    )
     for last in _last:
         if last.name == name and all(map(_same, last.tensors, tensors)):
             found = last.layout
@@ -72,13 +76,12 @@ def _work(
         assert isinstance(chosen, PositionMap)
         padding = None if mask is None else mask[:, 0, -1]
         positions = Positions(queries, keys, slots, padding)
-        found = two_part.layout(chosen, Source(rope, frequencies, axes), positions, slots, groups, like)
+        found = two_part.layout(chosen, Source(rope, frequencies, axes), plan, positions, slots, groups, like)
         if not two_part.shows_runs(mask, found.start, slots, None):
             raise RuntimeError(
                 "The positions of this compiled forward have gaps that its mask does not follow: run it uncompiled."
             )
         _last[:] = [_Last(name, tuple(tensor.clone() for tensor in tensors), found)]
-    plan = Plan("", 0, start, stop, pairing, sign)  # type: ignore[arg-type]
     return two_part.Work(found, plan, scale), slots
 
 

@@ -50,28 +50,32 @@ def yarn_attention_factor(factor: torch.Tensor) -> torch.Tensor:
     return 0.1 * torch.log(factor.clamp(min=1)) + 1
 
 
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: Pairing) -> torch.Tensor:
+def rotate(
+    states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: Pairing, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Rotate every pair of the last dimension.
 
     Args:
         states: (batch, heads, length, dim)
-        cos, sin: (batch or 1, 1, length, dim / 2), one angle per pair
+        cos: (batch or 1, 1, length, dim), from ``widen``
+        sin: (batch or 1, 1, length, dim / 2), one angle per pair
         pairing: "half" pairs dimension k with k + dim / 2, "interleaved" 2k with 2k + 1
+        out: of the shape of ``states`` and the dtype of ``cos``, to be filled; contiguous
 
     Returns:
         (batch, heads, length, dim) in the dtype of ``states``; the products are taken in that of ``cos``.
     """
-    if pairing == "half":
-        first, second = states.chunk(2, dim=-1)
-        rotated = torch.cat(_turned(first, second, cos, sin), dim=-1)
-    else:
-        first, second = states[..., 0::2], states[..., 1::2]
-        rotated = torch.stack(_turned(first, second, cos, sin), dim=-1).flatten(-2)
+    wide, half = states.to(torch.promote_types(states.dtype, cos.dtype)), sin.shape[-1]
+    first, second = (slice(half), slice(half, None)) if pairing == "half" else (slice(0, None, 2), slice(1, None, 2))
+    rotated = torch.mul(wide, cos, out=out)
+    rotated[..., first].addcmul_(wide[..., second], sin, value=-1)
+    rotated[..., second].addcmul_(wide[..., first], sin)
     return rotated.to(states.dtype)
 
 
-def _turned(first, second, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+def widen(cos: torch.Tensor, pairing: Pairing) -> torch.Tensor:
+    """One number per pair, (..., dim / 2), as one per dimension: (..., dim)."""
+    return torch.cat((cos, cos), dim=-1) if pairing == "half" else cos.repeat_interleave(2, dim=-1)
 
 
 def longrope_attention_factor(factor: float, length: int) -> float:

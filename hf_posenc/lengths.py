@@ -10,6 +10,7 @@ from .context import Call, Context
 from .functional import wide_dtype
 from .methods.base import LengthMethod, Rope
 from .turning import Source, Table, table, turn
+from .twin import Plan
 
 _TABLE_BUDGET = 1 << 26  # numbers; beyond it key tables are made again in every layer
 
@@ -40,9 +41,9 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         queries, keys = call.query[:, :, segment.start : segment.stop], call.key[:, :, :stop]
         if segment.frequencies is not None:
             positions = context.positions.queries[..., segment.start : segment.stop]
-            queries = turn(queries, _table(context, (plan.source, index, "query"), source, segment, positions), plan)
-            name = (plan.source, index, call.key.shape[2], stop)
-            keys = turn(keys, _table(context, name, source, segment, call.places[..., :stop]), plan)
+            queries = turn(queries, _table(context, (index, "query"), source, plan, segment, positions), plan)
+            name = (index, call.key.shape[2], stop)
+            keys = turn(keys, _table(context, name, source, plan, segment, call.places[..., :stop]), plan)
         mask = call.rows(segment.start, segment.stop, stop)
         output, weight = call.run(queries, keys, call.value[:, :, :stop], mask)
         outputs.append(output)
@@ -79,13 +80,15 @@ def _segment(method: LengthMethod, rope: Rope, start: int, stop: int, lengths: t
     return Segment(start, stop, frequencies * beyond[:, None], torch.where(beyond, factor, 1.0))
 
 
-def _table(context: Context, name: tuple, source: Source, segment: Segment, positions: torch.Tensor) -> Table:
+def _table(
+    context: Context, name: tuple, source: Source, plan: Plan, segment: Segment, positions: torch.Tensor
+) -> Table:
     """The angles still to turn at ``positions``, kept for the other layers while there is room."""
-    tables = context.once("tables", dict)
+    tables, name = context.once("tables", dict), (plan.source, plan.pairing, plan.sign, *name)
     if name in tables:
         return tables[name]
     assert segment.frequencies is not None and segment.factor is not None
-    made = table(source.places(positions), segment.frequencies[:, None], segment.factor[:, None, None])
+    made = table(source.places(positions), segment.frequencies[:, None], plan, segment.factor[:, None, None])
     if sum(2 * cos.numel() for cos, _ in tables.values()) + 2 * made[0].numel() <= _TABLE_BUDGET:
         tables[name] = made
     return made

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .functional import rotate, wide_dtype
+from .functional import rotate, wide_dtype, widen
 from .methods.base import Rope
 from .twin import Plan
 
 Table = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin, each (batch, 1, length, pairs) float32."""
+"""cos (batch, 1, length, dimensions) and sin (batch, 1, length, pairs), as ``rotate`` takes them."""
 
 
 @dataclass
@@ -33,8 +33,14 @@ class Source:
         return positions[self.axes.to(positions.device)].permute(1, 2, 0)
 
 
-def table(places: torch.Tensor, frequencies: torch.Tensor, factor: torch.Tensor | float = 1.0) -> Table:
-    """The table of the angles ``places`` times ``frequencies``.
+def table(
+    places: torch.Tensor,
+    frequencies: torch.Tensor,
+    plan: Plan,
+    factor: torch.Tensor | float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Table:
+    """The table of the angles ``places`` times ``frequencies``, for layers that pair dimensions as ``plan`` says.
 
     Args:
         places: (batch, length, pairs or 1), from ``Source.places``
@@ -42,24 +48,31 @@ def table(places: torch.Tensor, frequencies: torch.Tensor, factor: torch.Tensor 
         factor: on cos and sin, a number or (batch, 1, 1)
     """
     angles = places.to(frequencies.dtype) * frequencies
-    return (angles.cos() * factor).float().unsqueeze(1), (angles.sin() * factor).float().unsqueeze(1)
+    cos, sin = angles.cos() * factor, plan.sign * angles.sin() * factor
+    return widen(cos, plan.pairing).to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
 
 
-def shift_table(source: Source, shift: torch.Tensor, device: torch.device) -> Table:
-    """The table that moves states by ``shift`` positions, (axes, batch, length)."""
-    frequencies = source.frequencies.to(device, wide_dtype(device))
-    return table(source.places(shift.to(device)), frequencies)
+def shift_table(source: Source, plan: Plan, shift: torch.Tensor, like: torch.Tensor) -> Table:
+    """The table that moves states such as ``like`` by ``shift`` positions, (axes, batch, length).
+
+    In their dtype, as the tables of a model itself are: their rounding is that of one more rotation.
+    """
+    frequencies = source.frequencies.to(like.device, wide_dtype(like.device))
+    return table(source.places(shift.to(like.device)), frequencies, plan, dtype=like.dtype)
 
 
-def turn(states: torch.Tensor, turning: Table, plan: Plan, back: bool = False) -> torch.Tensor:
+def turn(
+    states: torch.Tensor, turning: Table, plan: Plan, back: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Turn the planned dimensions of (batch, heads, length, dim), or the first of them if the table has fewer.
 
     Args:
         back: turn the other way round, which is the gradient of the turn
+        out: where to put the turned dimensions, contiguous
     """
     cos, sin = turning
-    start, stop = plan.start, plan.start + 2 * cos.shape[-1]
-    turned = rotate(states[..., start:stop], cos, -plan.sign * sin if back else plan.sign * sin, plan.pairing)
+    start, stop = plan.start, plan.start + cos.shape[-1]
+    turned = rotate(states[..., start:stop], cos, -sin if back else sin, plan.pairing, out)
     if stop - start == states.shape[-1]:
         return turned
     return torch.cat((states[..., :start], turned, states[..., stop:]), dim=-1)

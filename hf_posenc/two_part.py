@@ -8,7 +8,7 @@ Whatever cuts a text into runs of its own (padding, packed documents) only narro
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,7 +36,8 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     if slots >= total and kernels_do(call, parts):
         groups = call.query.shape[1] // call.key.shape[1]
         found = context.once(
-            (layer.plan.source, groups), lambda: layout(method, layer.source, positions, total, groups, call.query)
+            (layer.plan.source, layer.plan.pairing, groups),
+            lambda: layout(method, layer.source, layer.plan, positions, total, groups, call.query),
         )
         if _fits(call, found, total):
             work = Work(found, layer.plan, scale_of(call))
@@ -164,11 +165,13 @@ class Layout:
     Attributes:
         blocks: part by part, the near one first, which every query takes part in
         start: (batch, queries) the first slot of the run of each query
+        scratch: memory for turned keys, by share and number of key heads
     """
 
     shares: list[Share]
     blocks: list[Block]
     start: torch.Tensor
+    scratch: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
 
 # --- which keys a query sees, and where ------------------------------------------------------------------------------
@@ -186,7 +189,15 @@ def runs(positions: Positions, slots: int) -> torch.Tensor:
     return starts.cummax(1).values
 
 
-def layout(method: PositionMap, source: Source, positions: Positions, slots: int, groups: int, like: torch.Tensor):
+def layout(
+    method: PositionMap,
+    source: Source,
+    plan: Plan,
+    positions: Positions,
+    slots: int,
+    groups: int,
+    like: torch.Tensor,
+) -> Layout:
     """Cut the queries into blocks and their keys into pieces.
 
     Args:
@@ -202,8 +213,8 @@ def layout(method: PositionMap, source: Source, positions: Positions, slots: int
     found, masks = Layout([], [], start), {}
     for part in method.parts():
         shift = part.query(queries) - method.held(queries)
-        table = shift_table(source, shift, like.device) if shift.any() else None
-        mine = list(_shares(part, method, source, positions, slots, start, like.device))
+        table = shift_table(source, plan, shift, like) if shift.any() else None
+        mine = list(_shares(part, method, source, plan, positions, slots, start, like))
         numbers = range(len(found.shares), len(found.shares) + len(mine))
         found.shares += mine
         for begin, end in _cuts(mine, length, kernels.rows_per_block(like.device, groups, banded=part.is_band)):
@@ -218,7 +229,7 @@ def layout(method: PositionMap, source: Source, positions: Positions, slots: int
     return found
 
 
-def _shares(part, method, source, positions, slots, start, device) -> Iterator[Share]:
+def _shares(part, method, source, plan, positions, slots, start, like) -> Iterator[Share]:
     """What the queries see of one part, apart by how the cache holds it."""
     places = positions.queries.cpu().amax(0)
     first = places - (torch.arange(slots - places.shape[1], slots) - start)  # position of the first slot of the run
@@ -234,7 +245,7 @@ def _shares(part, method, source, positions, slots, start, device) -> Iterator[S
         if plain is not None and plain != part.plain_keys:
             span = positions.keys[..., begin:end].cpu()
             shift = span - method.far(span)
-            key = shift_table(source, shift if part.plain_keys else -shift, device)
+            key = shift_table(source, plan, shift if part.plain_keys else -shift, like)
         yield Share(torch.minimum(low, high), high, key, begin, end)
 
 
@@ -287,7 +298,11 @@ def _mask(share: Share, begin: int, end: int, first: int, last: int, groups: int
     if low.max() <= 0 and high.min() >= last - first:
         return None
     rows = end - begin
-    if rows >= kernels.CAUSAL_ROWS and (low <= 0).all() and torch.equal(high, torch.arange(1, rows + 1).expand_as(high)):
+    if (
+        rows >= kernels.CAUSAL_ROWS
+        and (low <= 0).all()
+        and torch.equal(high, torch.arange(1, rows + 1).expand_as(high))
+    ):
         return kernels.CAUSAL
     low, high = low.clamp(0, last - first), high.clamp(0, last - first)
     if (low == low[:1]).all() and (high == high[:1]).all():
@@ -314,13 +329,24 @@ class Work:
     plan: Plan
     scale: float
 
-    def keys(self, key: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-        """Per share its keys, turned, and the slot of the first of them."""
-        return [
-            (key if share.key is None else turn(key[:, :, share.start : share.stop], share.key, self.plan),
-             0 if share.key is None else share.start)
-            for share in self.layout.shares
-        ]  # fmt: skip
+    def keys(self, key: torch.Tensor, reuse: bool = False) -> list[tuple[torch.Tensor, int]]:
+        """Per share its keys, turned, and the slot of the first of them.
+
+        Args:
+            reuse: overwrite those of the last layer, whose memory is warm
+        """
+        found = []
+        for number, share in enumerate(self.layout.shares):
+            if share.key is None:
+                found.append((key, 0))
+                continue
+            span, name = key[:, :, share.start : share.stop], (number, key.shape[1])
+            width = share.key[0].shape[-1]
+            if reuse and name not in self.layout.scratch:
+                self.layout.scratch[name] = torch.empty(*span.shape[:-1], width, dtype=key.dtype, device=key.device)
+            out = self.layout.scratch[name] if reuse else None
+            found.append((turn(span, share.key, self.plan, out=out), share.start))
+        return found
 
     def queries(self, query: torch.Tensor, block: Block, heads: int) -> torch.Tensor:
         """A block of queries, (batch, key heads, groups * rows, dim)."""
@@ -341,24 +367,28 @@ def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, work: W
         (batch, queries, heads, dim), and the log-sum-exp (batch, key heads, groups, queries).
     """
     batch, heads, length, dim = query.shape
-    groups, keys, wide = heads // key.shape[1], work.keys(key), torch.promote_types(query.dtype, torch.float32)
+    groups, wide = heads // key.shape[1], torch.promote_types(query.dtype, torch.float32)
+    keys = work.keys(key, reuse=True)
     output = torch.empty(batch, length, heads, dim, dtype=wide, device=query.device)
     sums = torch.empty(batch, key.shape[1], groups, length, dtype=wide, device=query.device)
     covered = 0
-    for block in work.layout.blocks:
-        rows, found = work.queries(query, block, key.shape[1]), []
-        for piece in block.pieces:
-            turned, first = keys[piece.share]
-            here = turned[:, :, piece.start - first : piece.stop - first]
-            values = value[:, :, piece.start : piece.stop]
-            found.append(kernels.attend(rows, here, values, work.scale, piece.mask, groups))
-        outputs, totals = output[:, block.begin : block.end], sums[..., block.begin : block.end]
-        if block.begin < covered:
-            found.append((fold(outputs.transpose(1, 2), key.shape[1]), totals.flatten(2, 3)))
+    for (begin, end), blocks in itertools.groupby(work.layout.blocks, lambda block: (block.begin, block.end)):
+        found = []
+        for block in blocks:
+            rows = work.queries(query, block, key.shape[1])
+            for piece in block.pieces:
+                turned, first = keys[piece.share]
+                here = turned[:, :, piece.start - first : piece.stop - first]
+                values = value[:, :, piece.start : piece.stop]
+                found.append(kernels.attend(rows, here, values, work.scale, piece.mask, groups))
+        if begin < covered:
+            found.append(
+                (fold(output[:, begin:end].transpose(1, 2), key.shape[1]), sums[..., begin:end].flatten(2, 3))
+            )
         merged, total = merge(found)
-        outputs.copy_(unfold(merged, groups).transpose(1, 2))
-        totals.copy_(total.unflatten(2, (groups, -1)))
-        covered = max(covered, block.end)
+        output[:, begin:end] = unfold(merged, groups).transpose(1, 2)
+        sums[..., begin:end] = total.unflatten(2, (groups, -1))
+        covered = max(covered, end)
     return output.to(query.dtype), sums
 
 
@@ -445,7 +475,12 @@ class _Attention(torch.autograd.Function):
 
 def blockwise(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, work: Work) -> torch.Tensor:
     """``forward`` with gradients, for values of any width: (batch, queries, heads, value dim)."""
-    return _Attention.apply(*of_one_width(query, key, value), work)[..., : value.shape[-1]]
+    tensors = of_one_width(query, key, value)
+    if torch.is_grad_enabled() and any(states.requires_grad for states in tensors):
+        output = _Attention.apply(*tensors, work)
+    else:
+        output, _ = forward(*tensors, work)
+    return output[..., : value.shape[-1]]
 
 
 def of_one_width(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -472,8 +507,8 @@ def dense(call: Call, method: PositionMap, parts: list[Part]) -> tuple[torch.Ten
     held, length, slots = method.held(keys), call.query.shape[2], call.key.shape[2]
     tables = call.context.once((layer.plan.source, slots, len(parts)), lambda: [
         (
-            shift_table(layer.source, part.query(queries) - method.held(queries), device),
-            shift_table(layer.source, (keys if part.plain_keys else method.far(keys)) - held, device),
+            shift_table(layer.source, layer.plan, part.query(queries) - method.held(queries), call.query),
+            shift_table(layer.source, layer.plan, (keys if part.plain_keys else method.far(keys)) - held, call.query),
         )
         for part in parts
     ])  # fmt: skip
