@@ -32,7 +32,7 @@ def rows_per_block(device: torch.device, groups: int, banded: bool) -> int:
     """
     if device.type != "cpu":
         return 2048
-    return max(64, 384 // groups) if banded else 1024
+    return max(64, 384 // groups) if banded else 512
 
 
 def attend(

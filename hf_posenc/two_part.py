@@ -382,12 +382,10 @@ def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, work: W
                 values = value[:, :, piece.start : piece.stop]
                 found.append(kernels.attend(rows, here, values, work.scale, piece.mask, groups))
         if begin < covered:
-            found.append(
-                (fold(output[:, begin:end].transpose(1, 2), key.shape[1]), sums[..., begin:end].flatten(2, 3))
-            )
+            found.append((fold(output[:, begin:end].transpose(1, 2), key.shape[1]), sums[..., begin:end].flatten(2, 3)))
         merged, total = merge(found)
         output[:, begin:end] = unfold(merged, groups).transpose(1, 2)
-        sums[..., begin:end] = total.unflatten(2, (groups, -1))
+        sums[..., begin:end] = total.view(batch, key.shape[1], groups, -1)
         covered = max(covered, end)
     return output.to(query.dtype), sums
 
@@ -433,12 +431,14 @@ def backward(grad, query, key, value, output, sums: torch.Tensor, work: Work):
 
 def fold(states: torch.Tensor, heads: int) -> torch.Tensor:
     """(batch, heads * groups, rows, dim) as (batch, heads, groups * rows, dim): no key is copied for its group."""
-    return states.unflatten(1, (heads, -1)).flatten(2, 3)
+    batch, _, _, dim = states.shape
+    return states.reshape(batch, heads, -1, dim)
 
 
 def unfold(states: torch.Tensor, groups: int) -> torch.Tensor:
     """Back from ``fold``."""
-    return states.unflatten(2, (groups, -1)).flatten(1, 2)
+    batch, heads, rows, dim = states.shape
+    return states.reshape(batch, heads * groups, rows // groups, dim)
 
 
 def merge(found: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -450,14 +450,8 @@ def merge(found: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor,
     if len(found) == 1:
         return found[0]
     sums = torch.stack([total for _, total in found])
-    highest = sums.amax(0)
-    weights = (sums - highest).exp_()
-    whole = weights.sum(0)
-    weights = (weights / whole)[..., None]
-    merged = found[0][0] * weights[0]
-    for (output, _), weight in zip(found[1:], weights[1:], strict=True):
-        merged = torch.addcmul(merged, output, weight)
-    return merged, highest + whole.log()
+    merged = torch.stack([output for output, _ in found]) * sums.softmax(0)[..., None]
+    return merged.sum(0), sums.logsumexp(0)
 
 
 class _Attention(torch.autograd.Function):
