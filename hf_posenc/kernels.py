@@ -31,7 +31,7 @@ def rows_per_block(device: torch.device, groups: int, banded: bool) -> int:
         banded: whether both edges of what is in sight move with the query
     """
     if device.type != "cpu":
-        return 2048
+        return 1024 if banded else 4096
     return max(64, 384 // groups) if banded else 512
 
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .context import Call, Context
+from .context import Call, Context, Layer
 from .functional import wide_dtype
 from .methods.base import LengthMethod, Rope
-from .turning import Source, Table, table, turn
-from .twin import Plan
+from .turning import Table, table, turn
 
 _TABLE_BUDGET = 1 << 26  # numbers; beyond it key tables are made again in every layer
 
@@ -41,9 +40,10 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         queries, keys = call.query[:, :, segment.start : segment.stop], call.key[:, :, :stop]
         if segment.frequencies is not None:
             positions = context.positions.queries[..., segment.start : segment.stop]
-            queries = turn(queries, _table(context, (index, "query"), source, plan, segment, positions), plan)
+            device = call.query.device
+            queries = turn(queries, _table(context, (index, "query"), call.layer, segment, positions, device), plan)
             name = (index, call.key.shape[2], stop)
-            keys = turn(keys, _table(context, name, source, plan, segment, call.places[..., :stop]), plan)
+            keys = turn(keys, _table(context, name, call.layer, segment, call.places[..., :stop], device), plan)
         mask = call.rows(segment.start, segment.stop, stop)
         output, weight = call.run(queries, keys, call.value[:, :, :stop], mask)
         outputs.append(output)
@@ -81,14 +81,16 @@ def _segment(method: LengthMethod, rope: Rope, start: int, stop: int, lengths: t
 
 
 def _table(
-    context: Context, name: tuple, source: Source, plan: Plan, segment: Segment, positions: torch.Tensor
+    context: Context, name: tuple, layer: Layer, segment: Segment, positions: torch.Tensor, device: torch.device
 ) -> Table:
     """The angles still to turn at ``positions``, kept for the other layers while there is room."""
-    tables, name = context.once("tables", dict), (plan.source, plan.pairing, plan.sign, *name)
+    plan, tables = layer.plan, context.once("tables", dict)
+    name = (plan.source, plan.pairing, plan.sign, device, *name)
     if name in tables:
         return tables[name]
     assert segment.frequencies is not None and segment.factor is not None
-    made = table(source.places(positions), segment.frequencies[:, None], plan, segment.factor[:, None, None])
+    frequencies, factor = segment.frequencies[:, None].to(device), segment.factor[:, None, None].to(device)
+    made = table(layer.source.places(positions).to(device), frequencies, plan, factor)
     if sum(2 * cos.numel() for cos, _ in tables.values()) + 2 * made[0].numel() <= _TABLE_BUDGET:
         tables[name] = made
     return made

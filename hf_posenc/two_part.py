@@ -36,7 +36,7 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     if slots >= total and kernels_do(call, parts):
         groups = call.query.shape[1] // call.key.shape[1]
         found = context.once(
-            (layer.plan.source, layer.plan.pairing, groups),
+            (layer.plan.source, layer.plan.pairing, groups, call.query.device, call.query.dtype),
             lambda: layout(method, layer.source, layer.plan, positions, total, groups, call.query),
         )
         if _fits(call, found, total):
@@ -382,7 +382,9 @@ def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, work: W
                 values = value[:, :, piece.start : piece.stop]
                 found.append(kernels.attend(rows, here, values, work.scale, piece.mask, groups))
         if begin < covered:
-            found.append((fold(output[:, begin:end].transpose(1, 2), key.shape[1]), sums[..., begin:end].flatten(2, 3)))
+            found.append(
+                (fold(output[:, begin:end].transpose(1, 2), key.shape[1]), sums[..., begin:end].flatten(2, 3))
+            )
         merged, total = merge(found)
         output[:, begin:end] = unfold(merged, groups).transpose(1, 2)
         sums[..., begin:end] = total.view(batch, key.shape[1], groups, -1)
@@ -499,7 +501,7 @@ def dense(call: Call, method: PositionMap, parts: list[Part]) -> tuple[torch.Ten
     layer, positions, device = call.layer, call.context.positions, call.query.device
     queries, keys = positions.queries.to(device), call.places.to(device)
     held, length, slots = method.held(keys), call.query.shape[2], call.key.shape[2]
-    tables = call.context.once((layer.plan.source, slots, len(parts)), lambda: [
+    tables = call.context.once((layer.plan.source, layer.plan.pairing, slots, len(parts), device, call.query.dtype), lambda: [
         (
             shift_table(layer.source, layer.plan, part.query(queries) - method.held(queries), call.query),
             shift_table(layer.source, layer.plan, (keys if part.plain_keys else method.far(keys)) - held, call.query),

@@ -14,6 +14,7 @@ from test_dynamic import FAMILIES, FLOAT32, built
 from tiny import TL, tiny_model, tokens
 from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import hf_posenc
@@ -421,6 +422,29 @@ def test_plain_kernels_equal_fused_ones(mask):
     plain = kernels.plain_backward(grad, query, key, value, *whole, 0.3, numbers if mask else None)
     for one, other in zip(fused, plain, strict=True):
         assert_close(one, other)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor holds."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return found
+
+
+@pytest.mark.parametrize("method", ["self_extend:group_size=4,window=100", "dca:chunk_size=200,local_window=20"])
+def test_no_tensor_grows_with_the_square_of_the_length_gradient(method):
+    model, found = llama(method, max_position_embeddings=256, num_hidden_layers=1, vocab_size=16), []
+    for length in (512, 1024):
+        with Largest() as largest:
+            model(tokens(1, length) % 16, use_cache=False).logits.sum().backward()
+        found.append(largest.numbers)
+    assert found[1] <= 2 * found[0]
 
 
 def test_bfloat16_is_within_its_noise():
