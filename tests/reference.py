@@ -241,12 +241,14 @@ def attention_loop(
     start: int = 0,
     window: int | None = None,
     bias: Callable[[int, int, int], float] | None = None,
+    sinks: list[float] | None = None,
 ) -> torch.Tensor:
     """Causal attention of one row, pair by pair.
 
     query (heads, n, dim), key (kv heads, m, dim) and value (kv heads, m, value dim) are raw: no rotation yet. Key j is
     seen by query i if its position is not later and, with a window, less than `window` tokens back. `scale` defaults
-    to dim^-1/2; `bias(head, i, j)` is added to the score. Returns (heads, n, value dim) in float64.
+    to dim^-1/2; `bias(head, i, j)` is added to the score; a head's sink takes weight as one more score would. Returns
+    (heads, n, value dim) in float64.
     """
     query, key, value = query.double(), key.double(), value.double()
     heads, n, dim = query.shape
@@ -269,7 +271,8 @@ def attention_loop(
                 score = scale * sum(a * b for a, b in zip(left, right, strict=True))
                 scores.append(score + (bias(head, i, j) if bias else 0.0))
             if seen:
-                for weight, column in zip(softmax(scores), seen, strict=True):
+                weights = softmax([*scores, sinks[head]] if sinks else scores)
+                for weight, column in zip(weights, seen, strict=False):
                     output[head, row] += weight * values[column]
     return output
 

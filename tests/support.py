@@ -44,6 +44,9 @@ FORMULAS = {
     ),
     "llama3:factor=4": lambda theta, dim: (reference.llama3(dim, theta, 4, tiny.LENGTH), 1.0),
 }  # fmt: skip
+DYNAMIC = "dynamic_ntk:granularity=1"
+# All of a short text lies within the first window, half of a long one beyond the second.
+MAPS = ("self_extend:group_size=3,window=44", "self_extend:group_size=3,window=10")
 TOLERANCE = 1e-5
 # transformers before 5.24 knows the cache by another name.
 CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
@@ -55,6 +58,7 @@ class Row:
     encoding: str = "?"
     frequency: str = "?"
     attention: str = "?"
+    maps: str = "?"
 
 
 def hand_edited(config, text: str, rotated: dict[str | None, int]):
@@ -151,8 +155,13 @@ def hand_filled(model, text: str):
     return model
 
 
-def attention_verdict(model_type: str) -> str:
-    """ "ok" with what was measured, or the reason of the refusal."""
+def attention_verdict(model_type: str, near: str = DYNAMIC, far: str = DYNAMIC) -> str:
+    """ "ok" with what was measured, or the reason of the refusal.
+
+    Args:
+        near: a method that changes nothing in a short text
+        far: one to read a long text with
+    """
     model = tiny.tiny_model(model_type)
     family = locate(model)
     within = min(40, main_rope(family, read_ropes(family)).length)
@@ -167,7 +176,7 @@ def attention_verdict(model_type: str) -> str:
         except AttributeError as error:
             return f"not measured: the unpatched tiny model fails with a mask or a cache ({error})"
         try:
-            hf_posenc.patch(model, "dynamic_ntk:granularity=1")
+            hf_posenc.patch(model, near)
         except hf_posenc.UnsupportedMethodError as error:
             return f"refused: {error}"
         ours, ours_padded = model(short).logits, model(both, attention_mask=mask).logits
@@ -177,6 +186,7 @@ def attention_verdict(model_type: str) -> str:
                 (ours_padded - stock_padded)[0, 8:].abs().max(), (ours_padded - stock_padded)[1].abs().max()
             ),
         }
+        hf_posenc.patch(model, far)
         whole = model(long).logits
         measured["stepwise"] = (stepwise(model, long, None) - whole)[:, -60:].abs().max()
         try:
@@ -187,13 +197,14 @@ def attention_verdict(model_type: str) -> str:
         hf_posenc.unpatch(model)
         if (whole - model(long).logits).abs().max() < 1e-3:
             return "not measured: positions have no influence on this tiny model"
-    # A checkpoint that is born scaled is read by its trained rotation instead.
+    # A checkpoint that is born scaled is read by its trained rotation instead; position maps leave its own.
     # A family that reads stepwise with some error of its own is held to that.
     # Left padding is read at its true positions, which rounds differently.
     steps = max(1e-4, 4 * noise)
+    replaced = scaled(model.config) and near == DYNAMIC
     limits = {
-        "within": float("inf") if scaled(model.config) else 1e-5,
-        "padded": float("inf") if scaled(model.config) else steps,
+        "within": float("inf") if replaced else 1e-5,
+        "padded": float("inf") if replaced else steps,
         "stepwise": steps,
         "static": steps,
     }
@@ -235,7 +246,13 @@ def encoding(model_type: str) -> str:
 
 def measure(model_type: str) -> Row:
     row = Row(model_type)
-    for column, judge in (("encoding", encoding), ("frequency", frequency_verdict), ("attention", attention_verdict)):
+    judges = {
+        "encoding": encoding,
+        "frequency": frequency_verdict,
+        "attention": attention_verdict,
+        "maps": lambda model_type: attention_verdict(model_type, *MAPS),
+    }
+    for column, judge in judges.items():
         try:
             setattr(row, column, judge(model_type))
         except hf_posenc.UnsupportedMethodError as error:
@@ -254,7 +271,7 @@ def main(types: list[str]) -> None:
     for model_type in chosen:
         row = measure(model_type)
         rows.append(row)
-        print(f"{row.model_type:24} | {row.encoding} | {row.frequency} | {row.attention}", flush=True)
+        print(f"{row.model_type:24} | {row.encoding} | {row.frequency} | {row.attention} | {row.maps}", flush=True)
     if not types:
         Path(__file__).parents[1].joinpath("SUPPORT.md").write_text(page(rows))
     print(*verdicts(rows).values(), sep="\n")
@@ -264,7 +281,7 @@ def verdicts(rows: list[Row]) -> dict[str, Counter]:
     """How often each kind of verdict was given, per column."""
     return {
         column: Counter(getattr(row, column).split(":")[0].split(" ")[0].rstrip(",") for row in rows)
-        for column in ("frequency", "attention")
+        for column in ("frequency", "attention", "maps")
     }
 
 
@@ -282,20 +299,23 @@ run the script again.
   llama3 the logits equal those of a model that transformers builds from a configuration edited by hand (1e-5) or,
   where transformers has no key for it, of one with the published formula written into its rotary module (2e-4, tables
   in float64 against float32); and that unpatch is bit-exact.
-- **attention methods** (dynamic_ntk, dynamic_yarn, causal longrope): "ok" means that under dynamic_ntk the logits are
+- **dynamic methods** (dynamic_ntk, dynamic_yarn, causal longrope): "ok" means that under dynamic_ntk the logits are
   the unpatched ones within the trained length (1e-5), that left padding has no influence, and that one pass, token by
   token with a growing cache and with a static one agree to half beyond the trained length (1e-4, or four times what
   the unpatched model itself differs by).
+- **position maps** (self_extend, rerope, leaky_rerope, dca, string, logn): the same, under self_extend, with a short
+  text all of which is near and a long one most of which is far.
 
 {len(rows)} types: frequency methods {counts["frequency"]["ok"]} ok, {counts["frequency"]["refused"]} refused; \
-attention methods {counts["attention"]["ok"]} ok, {counts["attention"]["refused"]} refused.
+dynamic methods {counts["attention"]["ok"]} ok, {counts["attention"]["refused"]} refused; \
+position maps {counts["maps"]["ok"]} ok, {counts["maps"]["refused"]} refused.
 
-| type | encoding | frequency methods | attention methods |
-|---|---|---|---|
+| type | encoding | frequency methods | dynamic methods | position maps |
+|---|---|---|---|---|
 """
     lines = []
     for row in rows:
-        cells = [row.model_type, row.encoding, row.frequency, row.attention]
+        cells = [row.model_type, row.encoding, row.frequency, row.attention, row.maps]
         lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
     return head + "\n".join(lines) + "\n"
 

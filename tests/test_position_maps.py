@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from reading import CACHE, greedy, padded, stepwise
 from test_dynamic import FAMILIES, FLOAT32, built
 from tiny import TL, tiny_model, tokens
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, StaticCache
+from transformers import AttentionInterface, DynamicCache, StaticCache
 
 import hf_posenc
-from hf_posenc import kernels, two_part
+from hf_posenc import families, kernels, twin, two_part
 from hf_posenc.methods import STRING, DualChunk, LeakyReRoPE, ReRoPE, SelfExtend
 
 LENGTH, D, BASE = 64, 16, 10000.0
@@ -99,6 +100,57 @@ def test_equals_the_float64_rule(method, implementation):
     ours = hf_posenc.patch(model, method)(ids).logits[0].double()
     assert_close(ours, expected, atol=1e-4, rtol=0)
     assert (ours - TL()(ids).logits[0]).abs().amax(-1)[LENGTH:].min() > 1e-2
+
+
+NAMED = ["llama", "qwen2", "qwen3", "mistral", "phi", "glm", "gemma3_text", "smollm3", "gpt_oss", "deepseek_v3"]
+
+
+class Unturned(nn.Module):
+    """In place of a rotary module: the angle is zero everywhere."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        cos, sin = self.inner(*args, **kwargs)
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+@pytest.mark.parametrize("family", NAMED)
+@pytest.mark.parametrize("method", [FAR, "rerope:window=6", "dca:chunk_size=12,local_window=4"])
+def test_named_families_equal_a_double_loop_over_raw_queries_and_keys(method, family):
+    """Queries and keys before any rotation, turned pair by pair by the distances of the rule."""
+    model, ids = tiny_model(family, **FAMILIES[family]), tokens(1, 40)
+    rule, parameters = RULES[method]
+    located = families.locate(model)
+    plans = {plan.name: plan for plan in twin.plan(located)}
+    names = {id(module): name for name, module in located.owner.named_modules()}
+    slots = [(site, slot) for site in located.sites for slot in site.slots]
+    frequencies = [getattr(site.module, slot.buffer).double().tolist() for site, slot in slots]
+
+    def naive(module, query, key, value, mask, scaling=None, sliding_window=None, s_aux=None, **_):
+        plan = plans[names[id(module)]]
+        if plan.source is None:
+            angle = reference.by_distance([], lambda i, j: 0)
+        elif families.is_global(slots[plan.source][1]):
+            angle = reference.by_distance(frequencies[plan.source], lambda i, j: rule(i, j, **parameters))
+        else:
+            angle = reference.by_distance(frequencies[plan.source], lambda i, j: i - j)
+        sinks = None if s_aux is None else s_aux.tolist()
+        out = reference.attention_loop(
+            query[0], key[0], value[0], angle, scale=scaling, pairing=plan.pairing, start=plan.start,
+            window=sliding_window, sinks=sinks,
+        )  # fmt: skip
+        return out.transpose(0, 1)[None].to(query.dtype), None
+
+    ours = hf_posenc.patch(model, method)(ids).logits
+    hf_posenc.unpatch(model)
+    for site in located.sites:
+        setattr(site.parent, site.name, Unturned(site.module))
+    AttentionInterface.register("naive", naive)
+    model.config._attn_implementation_internal = "naive"
+    assert_close(ours, model(ids, use_cache=False).logits, atol=1e-4, rtol=0)
 
 
 @settings(max_examples=30, deadline=None)

@@ -16,6 +16,7 @@ def check(model_type: str) -> None:
     row = support.measure(model_type)
     assert row.frequency.split()[0] == ROWS[model_type][2].split()[0], row
     assert row.attention.split()[0] == ROWS[model_type][3].split()[0], row
+    assert row.maps.split()[0] == ROWS[model_type][4].split()[0], row
 
 
 @pytest.mark.parametrize("model_type", QUICK)
