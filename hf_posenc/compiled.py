@@ -16,7 +16,7 @@ from .twin import Plan
 
 
 def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``two_part.attend`` in a graph: the operator for a forward without a mask or of one token, dense for the rest."""
+    """``two_part.attend`` in a graph: the operator without a mask or for one token, the dense path for the rest."""
     method, parts = two_part.parts_of(call)
     if not two_part.kernels_do(call, parts) or (call.mask is not None and call.query.shape[2] > 1):
         return two_part.dense(call, method, parts)

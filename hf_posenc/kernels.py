@@ -18,7 +18,7 @@ Numbers are (batch or 1, 1, rows, keys) in the dtype of the queries, finite even
 its log-sum-exp is finite too.
 """
 CAUSAL_ROWS = 512
-"""Rows from which on a triangle is left to the kernel; below, one call under a mask is faster than one for each head."""
+"""Rows from which on a triangle is left to the kernel; below, one call under a mask beats one for each head."""
 _EFFICIENT_ALIGNMENT = 32
 """Rows by which the log-sum-exp of the memory-efficient kernel is padded."""
 
@@ -63,11 +63,13 @@ def attend_backward(grad, query, key, value, output, logsumexp, scale: float, ma
     """
     if mask is CAUSAL:
         found = [
-            _backward(*rows[:2], key, value, *rows[2:], scale, None, True)
-            for rows in zip(*(states.chunk(groups, dim=2) for states in (grad, query, output, logsumexp)), strict=True)
+            _backward(one_grad, rows, key, value, one, total, scale, None, True)
+            for one_grad, rows, one, total in zip(
+                *(states.chunk(groups, dim=2) for states in (grad, query, output, logsumexp)), strict=True
+            )
         ]
-        rows, keys, values = zip(*found, strict=True)
-        return torch.cat(rows, dim=2), sum(keys), sum(values)
+        queries, keys, values = zip(*found, strict=True)
+        return torch.cat(queries, dim=2), sum(keys), sum(values)
     return _backward(grad, query, key, value, output, logsumexp, scale, mask, False)
 
 

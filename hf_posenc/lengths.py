@@ -1,8 +1,9 @@
-"""Attention of the methods whose frequencies grow with the text: keys are turned on by the difference to what the cache
-holds, once per block of queries that share a length.
+"""Attention of the methods whose frequencies grow with the text: keys are turned on by the difference to what the
+cache holds, once per block of queries that share a length.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,7 +35,8 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     assert isinstance(scheme.method, LengthMethod)
     method = scheme.method
     segments = context.once((plan.source, "segments"), lambda: _segments(method, source.rope, context))
-    outputs, weights = [], []
+    outputs: list[torch.Tensor] = []
+    weights: list[Any] = []
     for index, segment in enumerate(segments):
         stop = ahead + segment.stop if trim else call.key.shape[2]
         queries, keys = call.query[:, :, segment.start : segment.stop], call.key[:, :, :stop]

@@ -99,7 +99,8 @@ def read(arguments: dict[str, Any], holder: str = "") -> Positions | None:
         arguments["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
     new = _new_positions(arguments.get("position_ids"), tokens, past)
     padding = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-    positions = Positions(new, *_all_positions(cache, new, past), padding)
+    keys, total = _all_positions(cache, new, past)
+    positions = Positions(new, keys, total, padding)
     if cache is not None:
         positions.remember(cache, holder)
     return positions
@@ -109,8 +110,8 @@ def _refuse_if_filled(past: int | torch.Tensor, holder: str) -> None:
     if torch.compiler.is_compiling() or not past:
         return
     raise RuntimeError(
-        f"This cache was filled under another encoding: its keys are not where {holder or 'the scheme in force'} looks "
-        "for them. Read the text again with a fresh cache."
+        f"This cache was filled under another encoding: its keys are not where {holder or 'the scheme in force'} "
+        "looks for them. Read the text again with a fresh cache."
     )
 
 

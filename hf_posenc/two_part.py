@@ -2,7 +2,7 @@
 
 The cache holds every key rotated to one position (``PositionMap.held``). A query is turned once for each part of the
 map, near keys are turned back to their own positions, and a block of queries then meets three kinds of keys in each
-part: those all of its rows see, which a fused kernel takes without a mask, and two narrow fringes in which rows differ.
+part: those all of its rows see, which a fused kernel takes without a mask, and two narrow fringes where rows differ.
 Whatever cuts a text into runs of its own (padding, packed documents) only narrows which slots a row sees.
 """
 
@@ -210,7 +210,8 @@ def layout(
     scale = method.query_scale(queries.amax(0), source.rope)
     if scale is not None:
         scale = scale.to(like.device, torch.float32)[:, None, :, None]
-    found, masks = Layout([], [], start), {}
+    found = Layout([], [], start)
+    masks: dict[tuple, torch.Tensor] = {}
     for part in method.parts():
         shift = part.query(queries) - method.held(queries)
         table = shift_table(source, plan, shift, like) if shift.any() else None
@@ -466,17 +467,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return *backward(grad, *ctx.saved_tensors, ctx.work), None
+        query, key, value, output, sums = ctx.saved_tensors
+        return *backward(grad, query, key, value, output, sums, ctx.work), None
 
 
 def blockwise(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, work: Work) -> torch.Tensor:
     """``forward`` with gradients, for values of any width: (batch, queries, heads, value dim)."""
-    tensors = of_one_width(query, key, value)
-    if torch.is_grad_enabled() and any(states.requires_grad for states in tensors):
-        output = _Attention.apply(*tensors, work)
+    width = value.shape[-1]
+    query, key, value = of_one_width(query, key, value)
+    if torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value)):
+        output = _Attention.apply(query, key, value, work)
     else:
-        output, _ = forward(*tensors, work)
-    return output[..., : value.shape[-1]]
+        output, _ = forward(query, key, value, work)
+    return output[..., :width]
 
 
 def of_one_width(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -501,13 +504,19 @@ def dense(call: Call, method: PositionMap, parts: list[Part]) -> tuple[torch.Ten
     layer, positions, device = call.layer, call.context.positions, call.query.device
     queries, keys = positions.queries.to(device), call.places.to(device)
     held, length, slots = method.held(keys), call.query.shape[2], call.key.shape[2]
-    tables = call.context.once((layer.plan.source, layer.plan.pairing, slots, len(parts), device, call.query.dtype), lambda: [
-        (
-            shift_table(layer.source, layer.plan, part.query(queries) - method.held(queries), call.query),
-            shift_table(layer.source, layer.plan, (keys if part.plain_keys else method.far(keys)) - held, call.query),
-        )
-        for part in parts
-    ])  # fmt: skip
+    tables = call.context.once(
+        (layer.plan.source, layer.plan.pairing, slots, len(parts), device, call.query.dtype),
+        lambda: [
+            tuple(
+                shift_table(layer.source, layer.plan, shift, call.query)
+                for shift in (
+                    part.query(queries) - method.held(queries),
+                    (keys if part.plain_keys else method.far(keys)) - held,
+                )
+            )
+            for part in parts
+        ],
+    )
     scale = method.query_scale(queries.amax(0), layer.source.rope)
     query = call.query if scale is None else (call.query * scale.float()[:, None, :, None]).to(call.query.dtype)
     turned = [(turn(query, left, layer.plan), turn(call.key, right, layer.plan)) for left, right in tables]

@@ -74,6 +74,7 @@ class SelfExtend(PositionMap):
         return self.window if self.group_size != 1 else 0
 
     def far(self, positions: torch.Tensor) -> torch.Tensor:
+        assert self.group_size is not None
         return positions // self.group_size
 
     def parts(self) -> tuple[Part, ...]:
@@ -83,5 +84,5 @@ class SelfExtend(PositionMap):
         shift = self.window - self.window // self.group_size
         return (
             Part(0, self.window, itself, plain_keys=True),
-            Part(self.window, None, lambda i: i // self.group_size + shift),
+            Part(self.window, None, lambda i: self.far(i) + shift),
         )
