@@ -58,6 +58,18 @@ def band_table(title: str, curves: Curves, trained: int | None, columns: int | N
     return table
 
 
+def cost_table(title: str, scores: Scores) -> Table:
+    """One row per encoding, length and part: its median, the unpatched model's, and the ratio over the rounds."""
+    table = _table(title)
+    for column in ("tokens", "part", "median", "unpatched", "ratio", "lowest-highest"):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    for score in scores:
+        values = (_amount(score[name], score["unit"]) for name in ("value", "unpatched"))
+        spread = f"{score['lowest']:.3f}-{score['highest']:.3f}" if score["rounds"] > 1 else "-"
+        table.add_row(score["posenc"], f"{score['length']:,}", score["part"], *values, f"{score['ratio']:.3f}", spread)
+    return table
+
+
 def plot_bands(path: Path, curves: Curves, trained: int | None) -> None:
     """Loss by position, one line per encoding."""
     lines = {}
@@ -98,6 +110,27 @@ def plot_maps(path: Path, maps: dict[str, Sequence[Sequence[float]]], lengths: S
     _save(figure, path)
 
 
+def plot_ratios(path: Path, scores: Scores) -> None:
+    """Ratio to the unpatched model by length, with lowest and highest: one graph per part, one line per encoding."""
+    parts, lengths = _distinct(scores, "part"), sorted(_distinct(scores, "length"))
+    figure, row = pyplot.subplots(1, len(parts), figsize=(1 + 4 * len(parts), 4), squeeze=False, layout="constrained")
+    for axes, part in zip(row[0], parts, strict=True):
+        for posenc in _distinct(scores, "posenc"):
+            mine = [score for score in scores if (score["posenc"], score["part"]) == (posenc, part)]
+            mine.sort(key=lambda score: score["length"])
+            x, y = ([score[name] for score in mine] for name in ("length", "ratio"))
+            below = [score["ratio"] - score["lowest"] for score in mine]
+            above = [score["highest"] - score["ratio"] for score in mine]
+            axes.errorbar(x, y, [below, above], label=posenc, marker="o", capsize=3, linewidth=1.6)
+        axes.axhline(1, color="grey", linestyle="--", linewidth=1, label="unpatched")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [_short(length) for length in lengths])
+        axes.set(title=part, xlabel="tokens", ylabel="patched / unpatched")
+        axes.grid(alpha=0.3)
+    figure.legend(*row[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    _save(figure, path)
+
+
 def _plot_lines(path: Path, lines: dict[str, tuple[list[float], list[float]]], labels: tuple[str, str],
                 trained: int | None) -> None:  # fmt: skip
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="tight")
@@ -120,6 +153,12 @@ def _table(title: str) -> Table:
 def _save(figure: Any, path: Path) -> None:
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def _amount(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return f"{value / 2**20:,.1f} MiB"
+    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
 
 
 def _column(length: int, trained: int | None) -> str:

@@ -23,6 +23,7 @@ import hf_posenc
 
 PACKAGES = ("torch", "transformers")
 SCORING = ("likelihood.py", "passkey.py", "perplexity.py")  # of this package; what else it does leaves samples alone
+MEASURING = ("memory.py", "speed.py")  # for the task `speed`
 
 
 class Results:
@@ -40,7 +41,7 @@ class Results:
         self, root: str | Path, task: str, parameters: dict[str, Any], shown: Iterable[str], key: Iterable[str]
     ) -> None:
         self.key = tuple(key)
-        self.config = json.loads(json.dumps({"task": task, **parameters, "code": _code()}))
+        self.config = json.loads(json.dumps({"task": task, **parameters, "code": _code(task)}))
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:8]
         self.folder = Path(root) / "-".join([task, *(_slug(parameters[name]) for name in shown), digest])
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,10 +92,10 @@ class Results:
         return [json.loads(line) for line in content[:whole].splitlines()]
 
 
-def _code() -> dict[str, str]:
+def _code(task: str) -> dict[str, str]:
     """Versions of what computes, and a hash of our own sources: a number never outlives the code that made it."""
-    here = Path(__file__).parent
-    sources = sorted([*Path(hf_posenc.__file__).parent.rglob("*.py"), *(here / name for name in SCORING)])
+    here, own = Path(__file__).parent, MEASURING if task == "speed" else SCORING
+    sources = sorted([*Path(hf_posenc.__file__).parent.rglob("*.py"), *(here / name for name in own)])
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     return {**{package: importlib.metadata.version(package) for package in PACKAGES}, "hf_posenc": digest}
 

@@ -1,38 +1,122 @@
 """`python -m eval speed`."""
 
+import functools
+import platform
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
-from rich.table import Table
 
-from eval import models
-from eval.commands import Device, DType, Lengths, ModelName, PosEncs, Root, console, identity
+from eval import memory, models, report
+from eval.commands import Device, DType, Lengths, ModelName, PosEncs, Root, cells, console, identity, progress
 from eval.results import Results
-from eval.speed import speed
+from eval.speed import PARTS, Cost, Measure, compare, reading, training
 
 
 def command(
     model: ModelName = "smollm2",
-    posenc: PosEncs = ("yarn:factor=2", "dynamic_ntk"),
+    posenc: PosEncs = ("yarn:factor=2", "dynamic_ntk", "self_extend:group_size=4,window=1024"),
     lengths: Lengths = ("4096",),
-    rounds: Annotated[int, typer.Option(help="Measurements of each encoding, taken in turn.")] = 5,
+    parts: Annotated[list[str], typer.Option(help=f"Of {', '.join(PARTS)}.")] = ("prefill,decode,memory",),
+    rounds: Annotated[int, typer.Option(help="Times each encoding is timed, in turn with the others.", min=1)] = 5,
     dtype: DType = "bfloat16",
     device: Device = "auto",
     results: Root = "results",
 ) -> None:
-    """Time of encodings against the unpatched model, in one run: medians of ratios.
+    """Time and memory of encodings against the unpatched model, in one run: medians of ratios.
+
+    `--posenc none` shows how much of a ratio is noise.
 
     Example: python -m eval speed --posenc yarn:factor=2 --posenc dynamic_ntk --lengths 4096,16384 --rounds 3
     """
-    network, tokenizer = models.load(model, dtype, device)
-    names = [name for name in models.full_names(network, posenc) if name != models.NONE]
-    parameters = {**identity(network, model, tokenizer), "rounds": rounds}
-    folder = Results(results, "speed", parameters, ("model", "dtype", "rounds"), ("posenc", "length", "part"))
-    table = Table("encoding", "tokens", "part", "seconds", "time / unpatched", title="Cost, medians in one run")
-    for cost in speed(network, names, models.numbers(lengths), rounds):
-        if not folder.has(posenc=cost.posenc, length=cost.length, part=cost.part):
-            folder.add(asdict(cost))
-        table.add_row(cost.posenc, f"{cost.length:,}", cost.part, f"{cost.seconds:.3f}", f"{cost.ratio:.3f}")
-    console.print(table)
-    console.print(f"Samples in {folder.folder}", soft_wrap=True)
+    wanted = _parts(parts)
+    loaded, tokenizer = models.load(model, dtype, device)
+    run(loaded, tokenizer, model, posenc, models.numbers(lengths), wanted, rounds=rounds, root=results)
+
+
+def run(
+    model: Any,
+    tokenizer: Any,
+    model_name: str,
+    posencs: Sequence[str],
+    lengths: Sequence[int],
+    parts: Sequence[str],
+    *,
+    rounds: int = 5,
+    root: str = "results",
+) -> Results:
+    """Costs of several encodings; those that one run measured together are filed together."""
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths {list(lengths)} should be one or more numbers of tokens, as in 4096,16384")
+    names, trained = models.full_names(model, posencs), models.trained_length(model)
+    device = next(model.parameters()).device
+    parameters = {
+        **identity(model, model_name, tokenizer),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+    }
+    shown, key = ("model", "dtype", "device", "rounds"), ("posenc", "length", "part")
+    if "memory" in parts and (reason := memory.why_not(device)):
+        console.print(f"memory is left out: {reason}", soft_wrap=True)
+        parts = [part for part in parts if part != "memory"]
+    results = Results(root, "speed", parameters, shown, key)
+    with progress() as bar:
+        for length in lengths:
+            for together, (measure, turns) in _measures(model, model_name, rounds).items():
+                asked = [part for part in together if part in parts]
+                missing = [n for n in names if not all(results.has(posenc=n, length=length, part=p) for p in asked)]
+                if missing:
+                    task = bar.add_task(f"{', '.join(asked)} at {length:,}", total=turns * (1 + len(missing)))
+                    costs = compare(measure, missing, length, turns, functools.partial(bar.advance, task))
+                    _file(results, [cost for cost in costs if cost.part in asked])
+    found = scores_of(results)
+    results.write("scores.json", {"trained_length": trained, "scores": found})
+    _show(results, [s for s in found if s["posenc"] in names and s["length"] in lengths and s["part"] in parts])
+    return results
+
+
+def _measures(model: Any, name: str, rounds: int) -> dict[tuple[str, ...], tuple[Measure, int]]:
+    """How the parts that one measurement gives together are measured, and how often. Memory does not vary: once."""
+    parameter = next(model.parameters())
+    cuda, dtype = parameter.device.type == "cuda", str(parameter.dtype).removeprefix("torch.")
+    return {
+        ("prefill", "decode"): (reading(model), rounds),
+        ("train",): (training(model), rounds),
+        ("memory",): (memory.on_cuda(model) if cuda else memory.in_child(name, dtype), 1),
+    }
+
+
+def _file(results: Results, costs: Sequence[Cost]) -> None:
+    for cost in costs:
+        if not results.has(posenc=cost.posenc, length=cost.length, part=cost.part):
+            results.add(asdict(cost))
+
+
+def scores_of(results: Results) -> list[dict[str, Any]]:
+    """One dictionary per encoding, length and part of a folder."""
+    return [
+        Cost(**sample).summary()
+        for posenc, length in cells(results)
+        for part in PARTS
+        for sample in results.select(posenc=posenc, length=length, part=part)
+    ]
+
+
+def _show(results: Results, scores: list[dict[str, Any]]) -> None:
+    config = results.config
+    title = f"Cost, medians of up to {config['rounds']} rounds, {config['device']}, {config['threads']} CPU threads"
+    console.print(report.cost_table(title, scores))
+    if scores:
+        report.plot_ratios(results.folder / "plot.png", scores)
+    console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True)
+
+
+def _parts(texts: Sequence[str]) -> list[str]:
+    given = [part.strip() for text in texts for part in text.split(",")]
+    unknown = [part for part in given if part not in PARTS]
+    if unknown:
+        raise ValueError(f"part {unknown[0]!r} is unknown; choose of {', '.join(PARTS)}")
+    return [part for part in PARTS if part in given]
