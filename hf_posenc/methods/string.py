@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..registry import register
-from .base import Part, PositionMap, Rope, Traits, itself, require_integer
+from .base import RUNS_INSIDE, Part, PositionMap, Rope, Traits, itself, require_integer
 
 
 @register
@@ -32,6 +32,22 @@ class STRING(PositionMap):
         require_integer(self, "window", at_least=0)
         if self.window > self.shift:
             raise ValueError(f"window={self.window} of 'string' is at most its shift, {self.shift}.")
+
+    @classmethod
+    def suggest(cls, rope: Rope, target_length: int) -> tuple[float, "STRING", str] | None:
+        length = rope.configured_length
+        window = min(cls.window, length // 16)
+        shift = max(length // 3, target_length - length + window)
+        if window < 1 or shift > length // 2:
+            return None  # most of the trained distances would be met twice
+        method = cls(shift, window)
+        return (
+            45,
+            method,
+            f"Distances from {shift} on start again at {window}, without training: reads "
+            f"{method.extended_length(rope)} tokens. Made for texts within the trained length, and two tokens "
+            f"may seem equally far. {RUNS_INSIDE}",
+        )
 
     def extended_length(self, rope: Rope) -> int:
         return rope.configured_length + self.shift - self.window
