@@ -87,8 +87,8 @@ def test_inspect_json_and_plot(folder, tmp_path):
 
 def test_plan(folder):
     text = good("plan", folder, 256)
-    assert [line.split("│")[2].strip() for line in text.splitlines() if line.startswith("│ 1")] == ["yarn:factor=4"]
-    assert "self_extend:group_size=5,window=16" in text and "(64 - 16) x 5 + 16 = 256 tokens" in " ".join(text.split())
+    assert [line.split("│")[2].strip() for line in text.splitlines() if line.startswith("│ 1 ")] == ["yarn:factor=4"]
+    assert "self_extend:group_size=5,window=16" in text and "(64 - 16) x 5 + 16 =" in text
     assert "Nothing is needed" in good("plan", folder, 64)
 
 

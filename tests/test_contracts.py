@@ -1,6 +1,7 @@
 """What every kind of method promises: undo, isolation, copies, saving, adapters, gradients, and nothing half done."""
 
 import copy
+import logging
 import pickle
 import re
 import subprocess
@@ -321,8 +322,9 @@ def test_a_family_that_cannot_take_a_method_is_told_what_it_can(model_type, meth
         ("rerope:window=6", 64, None),
     ],
 )
-def test_a_capacity_is_that_of_the_method(method, length, capacity, caplog):
+def test_a_capacity_is_that_of_the_method(method, length, capacity, caplog, monkeypatch):
     """A stack counts from the length its base reaches, and is without limit where its position map is."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model = hf_posenc.patch(tiny.TL(), method)
     assert model.config.max_position_embeddings == length
     logits(model, tiny.tokens(1, capacity or 260))
