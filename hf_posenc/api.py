@@ -67,9 +67,10 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
     Args:
         model: a transformers model, or a wrapper such as PEFT's around one. The whole model: a configuration outside
             of what is given is not reached, and could not be saved.
-        method: ``"yarn"``, ``"yarn:factor=4"``, ``hf_posenc.YaRN(factor=4)``
+        method: ``"yarn"``, ``"yarn:factor=4"``, ``hf_posenc.YaRN(factor=4)``, ``"rerope:window=2048+yarn:factor=2"``
         tokenizer: its ``model_max_length`` becomes the new length, so that it does not cut at the old one; a method
-            without a length of its own (``abf``, ``dynamic_yarn``, ``dynamic_ntk`` unless given a factor) leaves it
+            without a length of its own (``abf``, ``dynamic_yarn``, ``dynamic_ntk`` unless given a factor, ``rerope``)
+            leaves it
         parameters: of the method, such as ``factor=4``
 
     Returns:

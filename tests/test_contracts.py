@@ -208,9 +208,9 @@ def test_a_backend_chosen_later_keeps_the_scheme(kind):
     assert model(IDS, output_attentions=True).attentions[0].shape == (1, 4, 100, 100)
 
 
-@pytest.mark.parametrize("kind", ["dynamic_ntk:granularity=8"])
+@pytest.mark.parametrize("kind", ["dynamic_ntk:granularity=8", MAPS[0], MAPS[3], MAPS[-1]])
 def test_a_given_mask_keeps_every_key_it_shows(kind):
-    """A prefix that sees itself in both directions crosses the segments of a dynamic method."""
+    """A prefix that sees itself in both directions crosses the segments of a method inside attention."""
     mask = torch.full((100, 100), torch.finfo(torch.float32).min).triu(1)
     mask[:90, :90] = 0
     found = []
