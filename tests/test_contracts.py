@@ -262,6 +262,12 @@ def test_a_gguf_model_is_made_plain(tmp_path):
         gguf.to_plain(model)
 
 
+def test_a_shift_beyond_the_trained_length_is_told_and_reaches_no_farther(caplog):
+    model = hf_posenc.patch(tiny.TL(), "string:shift=100,window=3")
+    assert "shift=100 of 'string' reaches distances beyond the 64 tokens" in caplog.text
+    assert model.config.max_position_embeddings == 64
+
+
 WRONG = {
     "yarn:factor=0.5": "at least 1",
     "yarn:factor=-1": "at least 1",
@@ -320,6 +326,7 @@ def test_a_family_that_cannot_take_a_method_is_told_what_it_can(model_type, meth
         ("dca:chunk_size=12,local_window=4+pi:factor=2", 128, None),
         ("logn+yarn:factor=2", 128, None),
         ("rerope:window=6", 64, None),
+        ("string:shift=20,window=3", 81, 81),
     ],
 )
 def test_a_capacity_is_that_of_the_method(method, length, capacity, caplog, monkeypatch):

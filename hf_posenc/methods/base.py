@@ -355,10 +355,11 @@ def _spell(value: Any) -> str:
     return str(value)
 
 
-def warn_beyond(method: Any, rope: Rope) -> None:
-    """Say so where the near window itself reaches distances that were never trained."""
-    if method.window >= rope.configured_length:
+def warn_beyond(method: Method, rope: Rope, name: str = "window") -> None:
+    """Say so where the near part, whose reach is the parameter ``name``, meets distances that were never trained."""
+    reach = getattr(method, name)
+    if reach >= rope.configured_length:
         logger.warning(
-            "window=%d of %r reaches distances beyond the %d tokens the model was trained on; up to there it changes "
-            "nothing.", method.window, method.name, rope.configured_length,
+            "%s=%d of %r reaches distances beyond the %d tokens the model was trained on; up to there it changes "
+            "nothing.", name, reach, method.name, rope.configured_length,
         )  # fmt: skip

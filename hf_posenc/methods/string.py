@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..registry import register
-from .base import RUNS_INSIDE, Part, PositionMap, Rope, Traits, itself, require_integer
+from .base import RUNS_INSIDE, Part, PositionMap, Rope, Traits, itself, require_integer, warn_beyond
 
 
 @register
@@ -50,7 +50,11 @@ class STRING(PositionMap):
         )
 
     def extended_length(self, rope: Rope) -> int:
-        return rope.configured_length + self.shift - self.window
+        near_is_trained = self.shift <= rope.configured_length
+        return rope.configured_length + (self.shift - self.window if near_is_trained else 0)
+
+    def check(self, rope: Rope) -> None:
+        warn_beyond(self, rope, "shift")
 
     def far(self, positions: torch.Tensor) -> torch.Tensor:
         return positions
