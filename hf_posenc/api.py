@@ -12,14 +12,16 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import attention, persistence, twin
-from .families import Family, UnsupportedMethodError, locate, rotary_sites, text_config_of
+from .families import Family, UnsupportedMethodError, is_nested, locate, rotary_sites, text_config_of
 from .journal import Journal
 from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, PositionMap, Stack
 from .registry import create, registered
 from .rotary import (
+    LENGTH_DEPENDENT,
     Ropes,
     configs,
     fill_frequencies,
+    is_told_positions,
     keep_frequencies,
     main_rope,
     move_positions,
@@ -65,9 +67,10 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
     Args:
         model: a transformers model, or a wrapper such as PEFT's around one. The whole model: a configuration outside
             of what is given is not reached, and could not be saved.
-        method: ``"yarn"``, ``"yarn:factor=4"``, ``hf_posenc.YaRN(factor=4)``
+        method: ``"yarn"``, ``"yarn:factor=4"``, ``hf_posenc.YaRN(factor=4)``, ``"rerope:window=2048+yarn:factor=2"``
         tokenizer: its ``model_max_length`` becomes the new length, so that it does not cut at the old one; a method
-            without a length of its own (``abf``, ``dynamic_yarn``, ``dynamic_ntk`` unless given a factor) leaves it
+            without a length of its own (``abf``, ``dynamic_yarn``, ``dynamic_ntk`` unless given a factor, ``rerope``)
+            leaves it
         parameters: of the method, such as ``factor=4``
 
     Returns:
@@ -147,12 +150,17 @@ def current(model: nn.Module) -> Method | None:
 
 
 def methods(model: nn.Module | None = None) -> list[str]:
-    """Names of all methods; with a model, of those that it can take."""
+    """Names of all methods; with a model, of those that it can take.
+
+    A checkpoint whose own scaling changes with each call takes a position map only over a frequency method, so those
+    are left out there.
+    """
     if model is None:
         return list(registered())
     try:
         family = locate(model)
-        main_rope(family, read_ropes(family))
+        ropes = read_ropes(family)
+        main_rope(family, ropes)
     except UnsupportedMethodError:
         return []
     names = [name for name, method in registered().items() if issubclass(method, FrequencyMethod)]
@@ -160,7 +168,18 @@ def methods(model: nn.Module | None = None) -> list[str]:
         twin.plan(family)
     except UnsupportedMethodError:
         return names
-    return list(registered())
+    moves = _takes_position_maps(family, ropes)
+    return [name for name, method in registered().items() if moves or not issubclass(method, PositionMap)]
+
+
+def _takes_position_maps(family: Family, ropes: Ropes) -> bool:
+    """Whether position maps fit with the scaling that the checkpoint came with."""
+    entry = persistence.recorded(family.root.config)
+    parameters = entry["original"]["rope_parameters"] if entry else family.config.rope_parameters
+    entries = [one for one in parameters.values() if isinstance(one, dict)] if is_nested(parameters) else [parameters]
+    return not any(one.get("rope_type") in LENGTH_DEPENDENT for one in entries) and all(
+        is_told_positions(site) for index, site in enumerate(family.sites) if ropes[index]
+    )
 
 
 def restore(model: Model) -> Model:
@@ -236,12 +255,12 @@ def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -
             "%s: %s reads %d tokens, but the checkpoint's own scaling, which it replaces, reads %d.",
             family.title, method, length, rope.configured_length,
         )  # fmt: skip
-    if length is not None:
-        for config in {id(config): config for config in (family.config, *configs(family))}.values():
-            journal.set(config, "max_position_embeddings", length)
-        if tokenizer is not None:
-            journal.set(tokenizer, "model_max_length", length)
+    if length is not None and tokenizer is not None:
+        journal.set(tokenizer, "model_max_length", length)
+    # transformers warns of a factor that is not the ratio of the lengths, which in a stack is that of the base alone.
+    _set_length(family, method.base.extended_length(rope) if isinstance(method, Stack) else length, journal)
     native = _change_rotation(model, family, method, ropes, journal)
+    _set_length(family, length, journal)
     twin.align_settings(locate(model), before, journal)
     persistence.record(model, family, method, original, native, journal)
     logger.info(
@@ -249,6 +268,12 @@ def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -
         "" if native else ", which plain transformers cannot express", rope.length, length or "open",
     )  # fmt: skip
     return method
+
+
+def _set_length(family: Family, length: int | None, journal: Journal) -> None:
+    if length is not None:
+        for config in {id(config): config for config in (family.config, *configs(family))}.values():
+            journal.set(config, "max_position_embeddings", length)
 
 
 def _change_rotation(model: nn.Module, family: Family, method: Method, ropes: Ropes, journal: Journal) -> bool:
@@ -279,7 +304,7 @@ def _change_rotation(model: nn.Module, family: Family, method: Method, ropes: Ro
         else:
             keep_frequencies(family, method, ropes, journal)
         move_positions(locate(model), top, ropes)
-        capacity = method.extended_length(rope)
+        capacity = method.capacity(rope)
     attention.install(locate(model), method, capacity, ropes, plans, model, journal)
     return False
 

@@ -22,11 +22,11 @@ from .families import (
     read_rope,
     text_config_of,
 )
-from .methods.base import FrequencyMethod, LengthMethod, Method, Rope
+from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, PositionMap, Rope, Stack
 from .persistence import ADAPTER, model_class, recorded, without_scheme
 from .registry import create
 from .report import LayerType, Report, Waves
-from .rotary import read_ropes
+from .rotary import main_rope, read_ropes
 
 Source: TypeAlias = nn.Module | PreTrainedConfig | str | Path
 
@@ -67,7 +67,8 @@ def inspect(
     entry = recorded(config)
     own = current(live.root) if live is not None else create(entry["method"]) if entry else None
     family = weightless(config, live)
-    read_ropes(family)  # refuses a configuration without a trained length
+    ropes = read_ropes(family)  # refuses a configuration without a trained length
+    moved = [_effect(one, main_rope(family, ropes)) for one in (own, asked) if one and any(ropes.values())]
     configured = int(text_config_of(config).max_position_embeddings)
     context = context_length or configured
     found = [
@@ -83,7 +84,7 @@ def inspect(
         in_force=str(own) if own else None,
         method=str(asked) if asked else None,
         layer_types=tuple(_withmeasure(layer_type, layers.get(source)) for source, layer_type in enumerate(found)),
-        facts=tuple(remarks(layers)),
+        facts=(*remarks(layers), *dict.fromkeys(sentence for sentence in moved if sentence)),
     )
 
 
@@ -163,6 +164,7 @@ def _layer_type(
     rope = read_rope(site, slot, site.plain())
     module = _counterpart(family, live, index) if live is not None else site.module
     in_force = Waves(_lengths(getattr(module, slot.buffer)), float(getattr(module, slot.scaling, 1.0)))
+    kept = in_force if isinstance(asked, PositionMap) else None
     if own is not None and is_global(slot):
         in_force = _place(own, rope, context) or in_force
     sections = rope.parameters.get("mrope_section")
@@ -178,7 +180,7 @@ def _layer_type(
         sections=tuple(sections) if sections else None,
         trained=Waves(_lengths(rope.frequencies), 1.0),
         in_force=in_force,
-        proposed=_place(asked, rope, context) if asked is not None and is_global(slot) else None,
+        proposed=(kept or _place(asked, rope, context)) if asked is not None and is_global(slot) else None,
     )
 
 
@@ -199,8 +201,10 @@ def _lengths(frequencies: torch.Tensor) -> tuple[float, ...]:
 
 
 def _place(method: Method, rope: Rope, length: int) -> Waves | None:
-    """Where a method puts every pair for the last token of ``length``; None if it moves positions instead."""
+    """Where a method puts every pair for the last token of ``length``; None if it leaves all as they are."""
     method = method.fill(rope)
+    if isinstance(method, Stack):
+        method = method.base
     if isinstance(method, FrequencyMethod) and not method.acts_in_attention:
         frequencies, factor = method.frequencies(rope)
         return Waves(_lengths(frequencies), factor)
@@ -214,6 +218,23 @@ def _place(method: Method, rope: Rope, length: int) -> Waves | None:
         frequencies[: turn.shape[-1]] += turn[0]
         factor *= float(gain)
     return Waves(_lengths(frequencies), factor)
+
+
+def _effect(method: Method, rope: Rope) -> str | None:
+    """What a method does that no table of frequencies shows.
+
+    Raises:
+        ValueError: this model was not trained for it.
+    """
+    method = method.fill(rope)
+    top = method.top if isinstance(method, Stack) else method
+    if not isinstance(method, AttentionMethod) or not isinstance(top, PositionMap):
+        return None
+    method.check(rope)
+    length = method.capacity(rope)
+    frequencies = f"those of {method.base}" if isinstance(method, Stack) else "the checkpoint's own"
+    limit = "" if length is None else f", within distances that were trained up to {length} tokens"
+    return f"{top} {top.effect}{limit}; frequencies are {frequencies}."
 
 
 def measure(family: Family) -> dict[int | None, Layers]:

@@ -7,7 +7,7 @@ from typing import Any
 from .api import methods
 from .inspection import Layers, Source, inspect, look, measure, remarks, require_length, weightless
 from .methods import NTK, PI, DynamicNTK, DynamicYaRN, Llama3, LongRoPE, Method, YaRN
-from .methods.base import LengthMethod, Rope
+from .methods.base import LengthMethod, PositionMap, Rope
 from .registry import registered
 from .rotary import main_rope, read_ropes
 
@@ -99,6 +99,8 @@ def _suggest(method: type[Method], rope: Rope, target_length: int) -> Found | No
     if issubclass(method, LengthMethod):
         return None  # short texts would be read by frequencies that the checkpoint was tuned away from
     rank, chosen, reason = found
+    if issubclass(method, PositionMap):
+        return rank, chosen, f"{reason} It keeps the {kind} scaling that the checkpoint was tuned with."
     return rank, chosen, f"{reason} It replaces the {kind} scaling that the checkpoint was tuned with."
 
 

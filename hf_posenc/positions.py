@@ -110,8 +110,8 @@ def _refuse_if_filled(past: int | torch.Tensor, holder: str) -> None:
     if torch.compiler.is_compiling() or not past:
         return
     raise RuntimeError(
-        f"This cache was filled under another encoding: its keys are not where {holder or 'the scheme in force'} "
-        "looks for them. Read the text again with a fresh cache."
+        "This cache was filled under another encoding: its keys are not where "
+        f"{holder or 'the scheme in force'} looks for them. Read the text again with a fresh cache."
     )
 
 
@@ -128,7 +128,9 @@ def _new_positions(position_ids: torch.Tensor | None, given: torch.Tensor, past:
     return positions.to(given.device).expand(-1, batch, -1)
 
 
-def _all_positions(cache: Cache | None, new: torch.Tensor, past: int | torch.Tensor):
+def _all_positions(
+    cache: Cache | None, new: torch.Tensor, past: int | torch.Tensor
+) -> tuple[torch.Tensor, int | torch.Tensor]:
     """Positions of every slot up to now, (axes, batch, slots), and the number of slots in use."""
     total = past + new.shape[-1]
     stored = _stored(cache, new)

@@ -49,7 +49,7 @@ class LayerType:
         sections: pairs per position axis (M-RoPE)
         trained: before any scaling
         in_force: as the model turns now
-        proposed: as it would turn with the method asked about; None without one, and where it moves no frequency
+        proposed: as it would turn with the method asked about; None without one, and where it changes nothing
     """
 
     label: str
@@ -80,7 +80,7 @@ class Report:
         configured_length: ``max_position_embeddings`` now
         in_force: the scheme of this package that the model has on, if any
         method: the one asked about, if any
-        facts: about layers that a change of frequencies does not reach
+        facts: about layers that a change of frequencies does not reach, and what a method does besides
     """
 
     model: str

@@ -52,6 +52,8 @@ class PatchedRotary(Wrapper):
 
 
 Ropes = dict[int, list[tuple[Slot, Rope]]]
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rope types of transformers whose frequencies change with the length of each call."""
 
 
 def read_ropes(family: Family) -> Ropes:
@@ -136,7 +138,7 @@ def keep_frequencies(family: Family, method: Method, ropes: Ropes, journal: Jour
     for index, site in enumerate(family.sites):
         for slot, _ in ropes[index]:
             kind = site.entry(slot).get("rope_type", "default")
-            if kind in ("dynamic", "longrope"):
+            if kind in LENGTH_DEPENDENT:
                 raise UnsupportedMethodError(
                     f"The {kind!r} scaling of this checkpoint changes with the length of each call: put {method.name} "
                     f"over a fixed one, such as '{method}+yarn:factor=4' or '+longrope:switch=long'."
@@ -155,9 +157,14 @@ def move_positions(family: Family, method: PositionMap, ropes: Ropes) -> None:
             continue
         rotary = site.parent
         assert isinstance(rotary, PatchedRotary)
-        if "position_ids" not in inspect.signature(site.module.forward).parameters:
+        if not is_told_positions(site):
             raise UnsupportedMethodError(f"The rotary module of {family.title} is not told positions.")
         rotary.moves, rotary.labels = method, [slot.label for slot, _ in ropes[index]]
+
+
+def is_told_positions(site: Site) -> bool:
+    """Whether a rotary module gets the positions of tokens, which a position map changes on the way."""
+    return "position_ids" in inspect.signature(site.module.forward).parameters
 
 
 def strip_scaling(family: Family, journal: Journal) -> None:

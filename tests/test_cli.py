@@ -53,6 +53,8 @@ def test_methods_lists_every_method_with_parameters_and_traits():
     assert pi == ["query and key", "relative", "designed", "no", "no", "yes", "yes", "yes", "yes"]
     dynamic = [cell.strip() for cell in rows["dynamic_ntk"].split("│")[3:-1]]
     assert dynamic[5:] == ["no", "no", "no", "yes"]
+    assert [cell.strip() for cell in rows["rerope"].split("│")[3:-1]][5:] == ["yes", "no", "no", "yes"]
+    assert [cell.strip() for cell in rows["self_extend"].split("│")[3:-1]][5:] == ["no", "no", "no", "yes"]
 
 
 def test_methods_says_what_a_model_can_take(folder, tmp_path):
@@ -74,6 +76,7 @@ def test_inspect_prints_every_pair(folder):
     assert "4 of 8" in text.splitlines()[4]
     assert next(line for line in text.splitlines() if line.startswith("│    0 │")).count("6.28") == 3
     assert "cos and sin x 1.1386" in text
+    assert "rerope:window=6 moves far tokens closer;" in good("inspect", folder, "--method", "rerope:window=6")
 
 
 def test_inspect_json_and_plot(folder, tmp_path):
@@ -84,7 +87,8 @@ def test_inspect_json_and_plot(folder, tmp_path):
 
 def test_plan(folder):
     text = good("plan", folder, 256)
-    assert [line.split("│")[2].strip() for line in text.splitlines() if line.startswith("│ 1")] == ["yarn:factor=4"]
+    assert [line.split("│")[2].strip() for line in text.splitlines() if line.startswith("│ 1 ")] == ["yarn:factor=4"]
+    assert "self_extend:group_size=5,window=16" in text and "(64 - 16) x 5 + 16 =" in text
     assert "Nothing is needed" in good("plan", folder, 64)
 
 
@@ -139,6 +143,12 @@ def test_export_takes_the_scheme_a_model_was_saved_with(tmp_path):
         (("export", "{folder}", "{out}"), "give one, such as --method yarn:factor=4"),
         (("export", "{folder}", "{out}", "--method", "yarn:factor=4", "--target", "ggml"), "Available: transformers"),
         (("export", "{folder}", "{out}", "--method", "dynamic_ntk", "--target", "vllm"), "not expressible"),
+        (
+            ("export", "{folder}", "{out}", "--method", "rerope:window=6+pi:factor=2", "--target", "llama.cpp"),
+            "not expressible for llama.cpp",
+        ),
+        (("export", "{folder}", "{out}", "--method", "rerope:window=6"), "not expressible for transformers"),
+        (("inspect", "{folder}", "--method", "dca:chunk_size=64,local_window=1"), "beyond the 64 tokens"),
         (("export", "{folder}", "{folder}/../model", "--method", "yarn:factor=4"), "give another folder"),
         (("export", "{adapter}", "{out}"), "is a PEFT adapter"),
         (("inspect", "{adapter}"), "is a PEFT adapter"),

@@ -1,7 +1,9 @@
 """What every kind of method promises: undo, isolation, copies, saving, adapters, gradients, and nothing half done."""
 
 import copy
+import logging
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -13,8 +15,15 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_posenc
 from hf_posenc import gguf, persistence, twin
+from hf_posenc.registry import create
 
 KINDS = ["yarn:factor=4", "ntk:factor=2", "partial_rope:fraction=0.5", "dynamic_ntk:granularity=1", "dynamic_yarn"]
+MAPS = [
+    "self_extend:group_size=3,window=10", "rerope:window=6", "leaky_rerope:window=7,scale=0.3",
+    "dca:chunk_size=12,local_window=4", "string:shift=20,window=3", "logn",
+    "self_extend:group_size=2,window=8,logn=True+yarn:factor=2",
+]  # fmt: skip
+KINDS += MAPS
 OWN = KINDS[2:]
 IDS = tiny.tokens(1, 100)
 
@@ -64,7 +73,13 @@ def test_a_failed_patch_changes_nothing(kind, monkeypatch):
     def fail(*args):
         raise RuntimeError("late")
 
-    for first in (None, "pi:factor=2", "dynamic_yarn"):
+    for first in (
+        None,
+        "pi:factor=2",
+        "dynamic_yarn",
+        "rerope:window=9",
+        "dca:chunk_size=30,local_window=9+pi:factor=2",
+    ):
         model = tiny.TL()
         if first:
             hf_posenc.patch(model, first)
@@ -126,14 +141,15 @@ def test_a_scheme_only_the_configuration_knows_is_replaced(tmp_path):
     assert torch.equal(logits(hf_posenc.unpatch(loaded)), logits(tiny.TL()))
 
 
-def test_a_plain_load_of_an_own_scheme_stops(tmp_path):
-    hf_posenc.patch(tiny.TL(), "dynamic_ntk").save_pretrained(tmp_path)
+@pytest.mark.parametrize("method", ["dynamic_ntk", MAPS[1], MAPS[-1]])
+def test_a_plain_load_of_an_own_scheme_stops(method, tmp_path):
+    hf_posenc.patch(tiny.TL(), method).save_pretrained(tmp_path)
     code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path)!r})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode and "hf_posenc" in run.stderr
 
 
-@pytest.mark.parametrize("kind", ["yarn:factor=4", "dynamic_ntk:granularity=1"])
+@pytest.mark.parametrize("kind", ["yarn:factor=4", "dynamic_ntk:granularity=1", MAPS[0], MAPS[-1]])
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_bring_their_scheme(kind, patch_first, tmp_path):
@@ -183,23 +199,25 @@ def test_a_cast_before_or_after_is_the_same(kind):
     assert torch.equal(logits(before), logits(after))
 
 
-def test_a_backend_chosen_later_keeps_the_scheme():
-    model = hf_posenc.patch(tiny.TL(), "dynamic_ntk:granularity=1")
+@pytest.mark.parametrize("kind", OWN[1:])
+def test_a_backend_chosen_later_keeps_the_scheme(kind):
+    model = hf_posenc.patch(tiny.TL(), kind)
     expected = logits(model)
     model.set_attn_implementation("eager")
     torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=0)
     assert model(IDS, output_attentions=True).attentions[0].shape == (1, 4, 100, 100)
 
 
-def test_a_given_mask_keeps_every_key_it_shows():
-    """A prefix that sees itself in both directions crosses the segments of a dynamic method."""
+@pytest.mark.parametrize("kind", ["dynamic_ntk:granularity=8", MAPS[0], MAPS[3], MAPS[-1]])
+def test_a_given_mask_keeps_every_key_it_shows(kind):
+    """A prefix that sees itself in both directions crosses the segments of a method inside attention."""
     mask = torch.full((100, 100), torch.finfo(torch.float32).min).triu(1)
     mask[:90, :90] = 0
     found = []
     for implementation in ("sdpa", "eager"):
         model = tiny.TL()
         model.set_attn_implementation(implementation)
-        hf_posenc.patch(model, "dynamic_ntk:granularity=8")
+        hf_posenc.patch(model, kind)
         with torch.no_grad():
             found.append(model(IDS, attention_mask=mask[None, None], use_cache=False).logits)
     torch.testing.assert_close(*found, atol=1e-4, rtol=0)
@@ -244,6 +262,12 @@ def test_a_gguf_model_is_made_plain(tmp_path):
         gguf.to_plain(model)
 
 
+def test_a_shift_beyond_the_trained_length_is_told_and_reaches_no_farther(caplog):
+    model = hf_posenc.patch(tiny.TL(), "string:shift=100,window=3")
+    assert "shift=100 of 'string' reaches distances beyond the 64 tokens" in caplog.text
+    assert model.config.max_position_embeddings == 64
+
+
 WRONG = {
     "yarn:factor=0.5": "at least 1",
     "yarn:factor=-1": "at least 1",
@@ -260,6 +284,12 @@ WRONG = {
     "longrope:short_factor=[1],long_factor=[1]": "8 pairs",
     "abf:rope_theta=1": "above 1",
     "yarn:factor=2+pi:factor=2": "give one",
+    "self_extend": "target_length",
+    "self_extend:target_length=100,window=64": "no far distance",
+    "dca:chunk_size=60,local_window=5": "beyond the 64",
+    "rerope:window=6+dca:chunk_size=6,local_window=4": "give one",
+    "rerope:window=6+dynamic_yarn": "give one",
+    "dca:chunk_size=60,local_window=5+pi:target_length=10": "below the 64",
 }
 
 
@@ -278,12 +308,38 @@ def test_wrong_factors(value):
         hf_posenc.patch(tiny.TL(), "yarn", factor=value)
 
 
+@pytest.mark.parametrize("method", ["dynamic_ntk", "rerope:window=6", "rerope:window=6+yarn:factor=2"])
 @pytest.mark.parametrize("model_type", ["gpt2", "bloom", "falcon", "hunyuan_v1_dense"])
-def test_a_family_that_cannot_take_a_method_is_told_what_it_can(model_type):
-    with pytest.raises(
-        hf_posenc.UnsupportedMethodError, match=r"'dynamic_ntk' cannot be put on .*(It can take|None of)"
-    ):
-        hf_posenc.patch(tiny.tiny_model(model_type), "dynamic_ntk")
+def test_a_family_that_cannot_take_a_method_is_told_what_it_can(model_type, method):
+    name = re.escape(create(method).name)
+    with pytest.raises(hf_posenc.UnsupportedMethodError, match=rf"'{name}' cannot be put on .*(It can take|None of)"):
+        hf_posenc.patch(tiny.tiny_model(model_type), method)
+
+
+@pytest.mark.parametrize(
+    ("method", "length", "capacity"),
+    [
+        ("self_extend:group_size=2,window=32", 96, 96),
+        ("self_extend:group_size=2,window=32+yarn:factor=2", 224, 224),
+        ("leaky_rerope:window=32,scale=0.5+pi:factor=2", 224, 224),
+        ("rerope:window=6+yarn:factor=2", 128, None),
+        ("dca:chunk_size=12,local_window=4+pi:factor=2", 128, None),
+        ("logn+yarn:factor=2", 128, None),
+        ("rerope:window=6", 64, None),
+        ("string:shift=20,window=3", 81, 81),
+    ],
+)
+def test_a_capacity_is_that_of_the_method(method, length, capacity, caplog, monkeypatch):
+    """A stack counts from the length its base reaches, and is without limit where its position map is."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = hf_posenc.patch(tiny.TL(), method)
+    assert model.config.max_position_embeddings == length
+    logits(model, tiny.tokens(1, capacity or 260))
+    assert not caplog.records  # nor does transformers speak of a factor that does not fit the length
+    if capacity:
+        logits(model, tiny.tokens(1, capacity + 1))
+        (record,) = caplog.records
+        assert f"reads {capacity} tokens" in record.getMessage()
 
 
 def test_not_a_model():

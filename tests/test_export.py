@@ -34,7 +34,11 @@ def test_exported_folder_loads_in_plain_transformers(method, tmp_path):
     assert result.command == f"transformers.LlamaForCausalLM.from_pretrained({str(result.path)!r})"
 
 
-@pytest.mark.parametrize("method", ["dynamic_ntk", "dynamic_yarn", "partial_rope:fraction=0.5"])
+@pytest.mark.parametrize(
+    "method",
+    ["dynamic_ntk", "dynamic_yarn", "partial_rope:fraction=0.5", "logn", "self_extend:group_size=2,window=8",
+     "rerope:window=6+yarn:factor=2"],
+)  # fmt: skip
 @pytest.mark.parametrize("target", ["transformers", "vllm", "llama.cpp"])
 def test_a_scheme_that_needs_this_package_is_refused(method, target, tmp_path):
     model = patched("TL", method)

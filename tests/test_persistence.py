@@ -18,6 +18,9 @@ LONGROPE = hf_posenc.LongRoPE([1.0 + k / 9 for k in range(8)], [1.0 + k for k in
 NATIVE = ["pi:factor=4", "ntk:factor=4", "abf:rope_theta=500000", "yarn:factor=4,beta_fast=16", "llama3:factor=4"]
 NATIVE += ["ntk_by_parts:target_length=200", str(LONGROPE) + ",switch=stock", str(LONGROPE) + ",switch=long"]
 INSIDE = ["dynamic_ntk:factor=2", "dynamic_yarn:granularity=8", str(LONGROPE), "partial_rope:fraction=0.5"]
+INSIDE += ["self_extend:group_size=3,window=10", "rerope:window=6", "leaky_rerope:window=7,scale=0.3", "logn"]
+INSIDE += ["dca:chunk_size=12,local_window=4", "string:shift=20,window=3"]
+INSIDE += ["self_extend:target_length=200+yarn:factor=2", f"rerope:window=6+{LONGROPE},switch=long"]
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +114,9 @@ FAMILIES = ["gemma3_text", "gpt_oss", "deepseek_v3", "qwen2_vl", "nemotron", "gr
 FAMILIES += ["phi3"]  # whose configuration allows no rope type but its own
 
 
-@pytest.mark.parametrize("method", ["yarn:factor=4", "dynamic_ntk:factor=2"])
+@pytest.mark.parametrize(
+    "method", ["yarn:factor=4", "dynamic_ntk:factor=2", "self_extend:group_size=2,window=8+pi:factor=2"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_comes_back(family, method, tmp_path):
     model = tiny_model(family)
@@ -137,14 +142,14 @@ def test_every_family_comes_back(family, method, tmp_path):
 WITHOUT = """
 import sys, torch
 from transformers import AutoModelForCausalLM
-native, inside, ids, out = sys.argv[1:]
+native, inside, moved, ids, out = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(native)
 with torch.no_grad():
     torch.save(model(torch.load(ids)).logits, out)
 assert "hf_posenc" not in sys.modules
-for chosen in (None, "sdpa", "eager"):
+for folder, chosen in [(folder, chosen) for folder in (inside, moved) for chosen in (None, "sdpa", "eager")]:
     try:
-        AutoModelForCausalLM.from_pretrained(inside, attn_implementation=chosen)(torch.load(ids))
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation=chosen)(torch.load(ids))
     except Exception as error:
         print(type(error).__name__, error)
     else:
@@ -157,8 +162,9 @@ def test_without_the_plugin(tmp_path):
     native, inside = hf_posenc.patch(TL(), "yarn:factor=4"), hf_posenc.patch(TL(), "dynamic_ntk")
     native.save_pretrained(tmp_path / "native")
     inside.save_pretrained(tmp_path / "inside")
+    hf_posenc.patch(TL(), "rerope:window=6+yarn:factor=4").save_pretrained(tmp_path / "moved")
     torch.save(IDS, tmp_path / "ids")
-    paths = [str(tmp_path / name) for name in ("native", "inside", "ids", "out")]
+    paths = [str(tmp_path / name) for name in ("native", "inside", "moved", "ids", "out")]
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT, *paths]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -166,7 +172,7 @@ def test_without_the_plugin(tmp_path):
     assert_close(torch.load(tmp_path / "out"), logits(native), atol=1e-5, rtol=0)
     for said in done.stdout.splitlines():
         assert said.startswith(("ValueError", "KeyError")) and "hf_posenc" in said
-    assert len(done.stdout.splitlines()) == 3
+    assert len(done.stdout.splitlines()) == 6
 
 
 def test_what_the_configuration_says(tmp_path):
@@ -210,7 +216,9 @@ def restored(path):
     return hf_posenc.restore(AutoModelForCausalLM.from_pretrained(path))
 
 
-@pytest.mark.parametrize("method", ["yarn:factor=4", "dynamic_ntk"])
+@pytest.mark.parametrize(
+    "method", ["yarn:factor=4", "dynamic_ntk", "rerope:window=6", "rerope:window=6+yarn:factor=4"]
+)
 def test_an_edited_configuration(method, tmp_path, caplog):
     """The record counts, and says so."""
     hf_posenc.patch(TL(), method).save_pretrained(tmp_path)
@@ -233,7 +241,7 @@ def test_restore_without_a_record():
 
 
 def test_arguments_of_from_pretrained(tmp_path):
-    for method in ("yarn:factor=4", "dynamic_ntk"):
+    for method in ("yarn:factor=4", "dynamic_ntk", "self_extend:group_size=2,window=8+yarn:factor=2"):
         hf_posenc.patch(TL(), method).save_pretrained(tmp_path)
         half = hf_posenc.from_pretrained(tmp_path, dtype=torch.bfloat16)
         assert half.dtype == torch.bfloat16
@@ -360,7 +368,7 @@ def test_adapters_with_names(base, tmp_path):
         assert torch.equal(logits(loaded), logits(model))
 
 
-@pytest.mark.parametrize("method", ["yarn:factor=4", "dynamic_ntk"])
+@pytest.mark.parametrize("method", ["yarn:factor=4", "dynamic_ntk", "self_extend:group_size=2,window=8+yarn:factor=2"])
 def test_merged_adapters_keep_the_scheme(method, base, tmp_path):
     model = adapted(hf_posenc.patch(load(base), method))
     expected = logits(model)
@@ -376,7 +384,7 @@ def test_merged_adapters_keep_the_scheme(method, base, tmp_path):
 
 
 @pytest.mark.parametrize("order", ["patch first", "adapter first"])
-@pytest.mark.parametrize("method", ["dynamic_ntk", "yarn:factor=4"])
+@pytest.mark.parametrize("method", ["dynamic_ntk", "yarn:factor=4", "self_extend:group_size=2,window=8+yarn:factor=2"])
 def test_prompt_tuning_brings_the_scheme(order, method, base, tmp_path):
     """Its configuration stays on the wrapper."""
     if order == "patch first":

@@ -3,8 +3,11 @@
 import io
 import json
 import math
+import re
+from dataclasses import replace
 
 import pytest
+import reference
 import tiny
 import torch
 from rich.console import Console
@@ -22,7 +25,22 @@ from transformers import (
 )
 
 import hf_posenc
-from hf_posenc.methods import NTK, PI, DynamicNTK, DynamicYaRN, Llama3, Method, YaRN
+from hf_posenc.methods import (
+    NTK,
+    PI,
+    STRING,
+    DualChunk,
+    DynamicNTK,
+    DynamicYaRN,
+    LeakyReRoPE,
+    Llama3,
+    LongRoPE,
+    Method,
+    PositionMap,
+    ReRoPE,
+    SelfExtend,
+    YaRN,
+)
 from hf_posenc.planner import inspect, plan
 
 MISTRAL = MistralConfig(head_dim=128, max_position_embeddings=32768, sliding_window=None)
@@ -144,6 +162,39 @@ def test_a_method_that_moves_positions_moves_no_frequency():
     assert only(inspect(MISTRAL, method=Moves())).proposed is None
 
 
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("self_extend:target_length=200", "group_size=4,window=16 moves .* up to 208 tokens; .* checkpoint's own"),
+        ("rerope:window=6", "moves far tokens closer; frequencies are the checkpoint's own"),
+        ("dca:chunk_size=12,local_window=4", "moves far tokens closer;"),
+        ("string:shift=20,window=3", "up to 81 tokens"),
+        ("logn", "makes queries grow"),
+    ],
+)
+def test_a_position_map_leaves_the_frequencies_and_says_what_it_does(method, says):
+    scaled = {"rope_type": "yarn", "rope_theta": 1e4, **SCALINGS["yarn"]}
+    for parameters in (None, scaled):
+        model = tiny.TL(**({"rope_parameters": parameters} if parameters else {}))
+        own = only(inspect(model)).in_force
+        assert (own == only(inspect(model)).trained) == (parameters is None)
+        for patched_first in (False, True):
+            report = inspect(hf_posenc.patch(model, "pi:factor=8") if patched_first else model, 256, method)
+            assert only(report).proposed == own
+            (fact,) = report.facts
+            assert re.search(says, fact)
+        report = inspect(hf_posenc.patch(model, method), 256)
+        assert (only(report).in_force, report.facts) == (own, (fact,))
+
+
+def test_a_stack_shows_the_frequencies_of_its_base():
+    report = inspect(tiny.TL(), 256, "rerope:window=6+yarn:factor=4")
+    assert only(report).proposed == only(inspect(tiny.TL(), 256, "yarn:factor=4")).proposed
+    assert report.facts == ("rerope:window=6 moves far tokens closer; frequencies are those of yarn:factor=4.",)
+    model = hf_posenc.patch(tiny.TL(), "rerope:window=6+yarn:factor=4")
+    assert only(inspect(model, 256)).in_force == only(report).proposed
+
+
 def test_the_checkpoint_s_own_scaling_is_in_force_but_not_trained():
     found = only(inspect(LLAMA31))
     assert found.rope_type == "llama3"
@@ -221,6 +272,8 @@ def test_report_as_json_table_and_plot(tmp_path):
         ((MISTRAL, 1.5), TypeError, "whole number"),
         ((MISTRAL, 4096, "yarn:factor=0.5"), ValueError, "at least 1"),
         ((MISTRAL, 4096, "yrn"), ValueError, "Did you mean 'yarn'"),
+        ((MISTRAL, 4096, "dca:chunk_size=32768,local_window=1"), ValueError, "beyond the 32768 tokens"),
+        ((MISTRAL, 4096, "self_extend:target_length=50000,group_size=1"), ValueError, "give larger groups"),
         ((MISTRAL, 4096, "yarn:target_length=100"), ValueError, "below the 32768 tokens"),
         ((GPT2Config(),), ValueError, "no rotary module"),
         ((3,), TypeError, "hub id"),
@@ -238,16 +291,18 @@ def classes(suggestions):
 
 def test_moderate_factor_without_training():
     found = plan(MISTRAL, 4 * 32768)
-    assert classes(found) == [YaRN, DynamicYaRN, DynamicNTK, NTK, PI, Llama3]
-    assert [one.needs_training for one in found] == [False, False, False, False, True, True]
+    maps = [YaRN, ReRoPE, SelfExtend, DynamicYaRN, DynamicNTK, LeakyReRoPE, DualChunk]
+    assert classes(found) == [*maps, NTK, PI, Llama3]
+    assert [one.needs_training for one in found] == [False] * 8 + [True, True]
     assert found[0].command == "yarn:factor=4"
     assert all(one.reason.endswith(".") for one in found)
 
 
 def test_large_factors_put_the_methods_first_that_spare_short_texts():
     found = plan(MISTRAL, 16 * 32768)
-    assert classes(found)[:3] == [DynamicYaRN, DynamicNTK, YaRN]
-    assert "tune it" in found[2].reason
+    assert classes(found)[:4] == [ReRoPE, SelfExtend, DynamicYaRN, DynamicNTK]
+    (yarn,) = [one for one in found if type(one.method) is YaRN]
+    assert "tune it" in yarn.reason and found.index(yarn) == 6
 
 
 def test_a_target_that_is_no_multiple_is_named_itself():
@@ -265,7 +320,9 @@ def test_within_reach_nothing_is_needed(target):
 def test_a_scaled_checkpoint_counts_from_its_original_length_and_keeps_its_kind():
     found = plan(LLAMA31, 262144)
     assert found[0].command == "llama3:factor=32"
-    assert all("replaces the llama3 scaling" in one.reason for one in found[1:])
+    for one in found[1:]:
+        does = "keeps" if isinstance(one.method, PositionMap) else "replaces"
+        assert f"{does} the llama3 scaling" in one.reason
     # Their short texts would be read by frequencies that the checkpoint was tuned away from.
     assert not {DynamicYaRN, DynamicNTK} & set(classes(found))
 
@@ -305,6 +362,33 @@ def test_a_scheme_in_force_is_left_out_of_account():
     assert expected[0].command == "yarn:factor=2"
 
 
+SCALED_LISTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+MAPS = {
+    SelfExtend: (reference.self_extend_distance, ("window", "group_size")),
+    ReRoPE: (reference.rerope_distance, ("window",)),
+    LeakyReRoPE: (reference.leaky_rerope_distance, ("window", "scale")),
+    DualChunk: (reference.dca_distance, ("chunk_size", "local_window")),
+    STRING: (reference.string_distance, ("shift", "window")),
+}
+
+
+def check_reaches(model, suggestion, target):
+    """It can be put on, and if it moves tokens, none is farther than the model was trained for."""
+    hf_posenc.patch(model, suggestion.command)
+    filled = (
+        replace(suggestion.method, **SCALED_LISTS) if isinstance(suggestion.method, LongRoPE) else suggestion.method
+    )
+    assert hf_posenc.current(model) == filled
+    length = model.config.get_text_config().max_position_embeddings
+    assert type(suggestion.method) in (DynamicYaRN, DynamicNTK, ReRoPE, DualChunk) or length >= target
+    hf_posenc.unpatch(model)
+    if type(suggestion.method) in MAPS:
+        distance, names = MAPS[type(suggestion.method)]
+        numbers = [getattr(suggestion.method, name) for name in names]
+        reached = max(distance(i, j, *numbers) for i in range(target) for j in range(i + 1))
+        assert reached <= model.config.get_text_config().max_position_embeddings
+
+
 @pytest.mark.parametrize(
     "name", ["llama", "gemma3_text", "deepseek_v3", "phi3", "falcon", "qwen2_vl", "hunyuan_v1_dense"]
 )
@@ -313,8 +397,59 @@ def test_every_suggestion_can_be_carried_out(name):
     found = plan(model, 160)
     assert found[0].method is not None
     for one in found:
-        hf_posenc.patch(model, one.command)
-        assert hf_posenc.current(model) == one.method
+        check_reaches(model, one, 160)
+
+
+@pytest.mark.parametrize("target", [65, 80, 92, 96, 128, 129, 300])
+def test_every_suggestion_reaches_its_target(target):
+    model = tiny.TL()
+    found = plan(model, target)
+    assert ({SelfExtend, ReRoPE, LeakyReRoPE, DualChunk} | ({STRING} if target < 93 else set())) == {
+        kind for kind in classes(found) if kind in MAPS
+    }
+    for one in found:
+        check_reaches(model, one, target)
+        capacity = f"reads (64 - 16) x {getattr(one.method, 'group_size', 0)} + 16 = "
+        assert not isinstance(one.method, SelfExtend) or capacity in one.reason
+
+
+@pytest.mark.parametrize("length", range(1, 6))
+def test_lengths_too_short_for_a_map(length):
+    model = tiny.TL(max_position_embeddings=length)
+    for one in plan(model, 7):
+        check_reaches(model, one, 7)
+
+
+SCALINGS = {
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 32},
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 2.0, "original_max_position_embeddings": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0
+    },
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "factor": 2.0, "original_max_position_embeddings": 32, **SCALED_LISTS
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_a_scaled_checkpoint_is_offered_what_it_takes(kind):
+    """Position maps count from the length that it reads, and fit no scaling that changes with each call."""
+    model = tiny.TL(rope_parameters={"rope_type": kind, "rope_theta": 1e4, **SCALINGS[kind]})
+    found = plan(model, 128)
+    able = hf_posenc.methods(model)
+    for one in found:
+        assert one.method.name in able
+        check_reaches(model, one, 128)
+    fixed = kind not in ("dynamic", "longrope")
+    assert (SelfExtend in classes(found)) == (ReRoPE in classes(found)) == ("string" in able) == fixed
+    if not fixed:
+        hf_posenc.patch(model, "dynamic_yarn")
+        assert hf_posenc.methods(model) == able
+        with pytest.raises(hf_posenc.UnsupportedMethodError, match="over a fixed one"):
+            hf_posenc.patch(model, "rerope:window=8")
+        hf_posenc.patch(model, "rerope:window=8+yarn:factor=4")
 
 
 def test_a_method_file_can_speak_for_itself(monkeypatch):

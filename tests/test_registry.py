@@ -1,6 +1,7 @@
 """Names and strings of methods: what is printed is what was given, and what is wrong says what would be right."""
 
 import math
+import re
 import sys
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_posenc
-from hf_posenc.registry import create, parse, registered
+from hf_posenc.methods import FrequencyMethod, PositionMap, Stack
+from hf_posenc.registry import create, join, parse, registered
 
 positive = st.floats(1e-6, 1e9)
 factors = st.one_of(st.integers(1, 10**6), st.floats(1, 1e9))
@@ -17,6 +19,8 @@ extension = st.one_of(
 )
 granularity = st.fixed_dictionaries({}, optional={"granularity": st.integers(1, 10**6)})
 lists = st.lists(positive, min_size=1, max_size=6)
+tokens = st.integers(1, 10**9)
+logn = st.fixed_dictionaries({}, optional={"logn": st.booleans()})
 truncate = st.fixed_dictionaries({}, optional={"truncate": st.booleans()})
 
 
@@ -63,11 +67,34 @@ PARAMETERS = {
         },
     ),
     "partial_rope": st.fixed_dictionaries({"fraction": st.floats(0, 1, exclude_min=True)}),
+    "self_extend": merged(
+        st.one_of(
+            st.fixed_dictionaries({"group_size": tokens, "window": tokens}),
+            st.fixed_dictionaries({"target_length": tokens}, optional={"group_size": tokens, "window": tokens}),
+        ),
+        logn,
+    ),
+    "rerope": merged(st.fixed_dictionaries({"window": tokens}), logn),
+    "leaky_rerope": merged(
+        st.fixed_dictionaries({"window": tokens, "scale": st.floats(0, 1, exclude_min=True, exclude_max=True)}), logn
+    ),
+    "dca": merged(st.fixed_dictionaries({"chunk_size": tokens, "local_window": tokens}), logn),
+    "string": merged(
+        st.integers(0, 10**6).flatmap(
+            lambda window: st.fixed_dictionaries(
+                {"shift": st.integers(max(window, 1), 10**9), "window": st.just(window)}
+            )
+        ),
+        logn,
+    ),
+    "logn": st.just({}),
 }
 CLASSES = {
     "pi": hf_posenc.PI, "ntk": hf_posenc.NTK, "abf": hf_posenc.ABF, "ntk_by_parts": hf_posenc.NTKByParts,
     "yarn": hf_posenc.YaRN, "dynamic_ntk": hf_posenc.DynamicNTK, "dynamic_yarn": hf_posenc.DynamicYaRN,
     "llama3": hf_posenc.Llama3, "longrope": hf_posenc.LongRoPE, "partial_rope": hf_posenc.PartialRoPE,
+    "self_extend": hf_posenc.SelfExtend, "rerope": hf_posenc.ReRoPE, "leaky_rerope": hf_posenc.LeakyReRoPE,
+    "dca": hf_posenc.DualChunk, "string": hf_posenc.STRING, "logn": hf_posenc.LogN,
 }  # fmt: skip
 
 
@@ -78,7 +105,7 @@ def test_names_classes_and_files():
         assert method.name == name
         assert method.__module__ == f"hf_posenc.methods.{name}"
         assert method.__name__ in hf_posenc.__all__
-        assert "arXiv" in sys.modules[method.__module__].__doc__
+        assert re.search(r"arXiv|kexue\.fm/archives/\d", sys.modules[method.__module__].__doc__)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -99,6 +126,25 @@ def test_every_method_prints_the_string_that_rebuilds_it(name, data):
     assert create(CLASSES[name], **parameters) == method == create(method)
 
 
+MAPS = [name for name, method in CLASSES.items() if issubclass(method, PositionMap)]
+BASES = [name for name, method in CLASSES.items() if issubclass(method, FrequencyMethod)]
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(data=st.data(), top=st.sampled_from(MAPS), base=st.sampled_from(BASES))
+def test_a_stack_prints_the_string_that_rebuilds_it(data, top, base):
+    """In either order, with the position map first."""
+    one, other = (create(name, **data.draw(PARAMETERS[name])) for name in (top, base))
+    if other.acts_in_attention:
+        with pytest.raises(ValueError, match="the same frequencies for every query"):
+            parse(f"{one}+{other}")
+        return
+    method = Stack(one, other)
+    assert str(method) == f"{one}+{other}"
+    assert parse(f"{one}+{other}") == parse(f"{other} + {one}") == join(other, one) == create(method) == method
+    assert hash(parse(str(method))) == hash(method)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -111,6 +157,9 @@ def test_every_method_prints_the_string_that_rebuilds_it(name, data):
         ("longrope:short_factor=[1,1.5],long_factor=[2, 3.5],switch=long",
          hf_posenc.LongRoPE(short_factor=(1, 1.5), long_factor=(2, 3.5), switch="long")),
         ("longrope:switch='stock'", hf_posenc.LongRoPE(switch="stock")),
+        ("self_extend:group_size=4,window=1024", hf_posenc.SelfExtend(4, 1024)),
+        ("rerope:window=6,logn=true+pi:factor=1e1",
+         Stack(hf_posenc.ReRoPE(6, logn=True), hf_posenc.PI(factor=10))),
     ],
 )  # fmt: skip
 def test_strings(text, expected):
@@ -144,8 +193,20 @@ def test_printed_forms():
         ("yarn:factor=4,window=8", {}, "Available: factor, target_length, beta_fast"),
         ("yarn:factor=nan", {}, "factor"),
         ("yarn:factor=-1", {}, "at least 1"),
-        ("yarn+pi", {}, "2 methods.*give one"),
-        ("yarn:factor=4+dynamic_ntk:factor=2", {}, "2 methods"),
+        ("yarn+pi", {}, "factor.*target_length"),
+        ("yarn:factor=4+pi:factor=2", {}, r"yarn \+ pi do not combine: give one, or a position map \(dca, .*over one"),
+        ("yarn:factor=4+dynamic_ntk:factor=2", {}, r"yarn \+ dynamic_ntk do not combine"),
+        ("rerope:window=6+dynamic_ntk", {}, r"rerope \+ dynamic_ntk do not combine"),
+        ("rerope:window=6+logn", {}, r"rerope \+ logn do not combine"),
+        ("logn+rerope:window=6+pi:factor=2", {}, r"logn \+ rerope \+ pi do not combine"),
+        ("rerope:window=6+", {}, "whole number"),
+        ("rerope:window=6+longrope:factor=2", {}, "the same frequencies for every query.*switch='long'"),
+        ("rerope:window=6+pi:factor=2", {"window": 8}, "window stands both"),
+        ("rerope", {}, "needs window, as in 'rerope:window="),
+        ("self_extend:window=6", {}, "group_size and window, or target_length"),
+        ("dca:chunk_size=6", {}, "needs local_window"),
+        ("string:shift=4,window=5", {}, "at most its shift"),
+        ("leaky_rerope:window=4,scale=1", {}, "below 1"),
         ("abf", {}, "needs rope_theta, as in 'abf:rope_theta="),
         ("partial_rope:fraction=0", {}, "above 0"),
         ("partial_rope:fraction=1.01", {}, "at most 1"),

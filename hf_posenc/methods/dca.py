@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from ..registry import register
-from .base import Part, PositionMap, Rope, Traits, require_integer
+from .base import RUNS_INSIDE, Part, PositionMap, Rope, Traits, require_integer
 
 
 @register
 @dataclass(frozen=True)
 class DualChunk(PositionMap):
-    """Dual Chunk Attention with ``chunk_size`` S and ``local_window`` W in tokens, S + W at most the trained length."""
+    """Dual Chunk Attention with ``chunk_size`` S and ``local_window`` W in tokens, S + W at most the trained L."""
 
     chunk_size: int
     local_window: int
@@ -36,6 +36,20 @@ class DualChunk(PositionMap):
     def __post_init__(self) -> None:
         require_integer(self, "chunk_size", at_least=1)
         require_integer(self, "local_window", at_least=1)
+
+    @classmethod
+    def suggest(cls, rope: Rope, target_length: int) -> tuple[float, "DualChunk", str] | None:
+        length = rope.configured_length
+        local = length // 4
+        if not local:
+            return None
+        return (
+            28,
+            cls(length - local, local),
+            f"Positions start again every {length - local} tokens, without training: no distance exceeds "
+            f"{length - 1}, so no text is too long. Which of the far chunks a token stands in does "
+            f"not show. {RUNS_INSIDE}",
+        )
 
     def check(self, rope: Rope) -> None:
         if self.chunk_size + self.local_window > rope.configured_length:

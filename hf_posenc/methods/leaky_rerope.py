@@ -6,12 +6,13 @@
 Reads w + (L - w) / s tokens before a distance beyond the trained L appears. Verified against tests/reference.py.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from ..registry import register
-from .base import Part, PositionMap, Rope, Traits, itself, require_integer, require_number, warn_beyond
+from .base import RUNS_INSIDE, Part, PositionMap, Rope, Traits, itself, require_integer, require_number, warn_beyond
 
 
 @register
@@ -31,6 +32,22 @@ class LeakyReRoPE(PositionMap):
         require_number(self, "scale", above=0)
         if self.scale >= 1:
             raise ValueError(f"scale of 'leaky_rerope' is below 1, got {self.scale!r}; 1 would be plain RoPE.")
+
+    @classmethod
+    def suggest(cls, rope: Rope, target_length: int) -> tuple[float, "LeakyReRoPE", str] | None:
+        length, window = rope.configured_length, rope.configured_length // 2
+        if length < 2:
+            return None
+        scale = (length - window) / (target_length - window)
+        places = 10 ** (2 - math.floor(math.log10(scale)))
+        method = cls(window, math.floor(scale * places) / places)
+        return (
+            26,
+            method,
+            f"Distances beyond {window} tokens grow {method.scale:g} times as fast, without training: reads "
+            f"{method.extended_length(rope)} tokens and keeps the order of far tokens, at fractions of a position, "
+            f"which were never trained. {RUNS_INSIDE}",
+        )
 
     def extended_length(self, rope: Rope) -> int:
         return max(rope.configured_length, self.window + int((rope.configured_length - self.window) / self.scale))

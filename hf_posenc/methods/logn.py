@@ -1,4 +1,6 @@
-"""Log-n scaling: queries grow with the text, so that attention stays as sharp as it was (Su 2021, kexue.fm/archives/8823).
+"""Log-n scaling: queries grow with the text, so that attention stays as sharp as it was (Su 2021).
+
+kexue.fm/archives/8823:
 
     query_i * max(1, ln(i + 1) / ln L)
 
@@ -25,6 +27,7 @@ class LogN(PositionMap):
         translation_invariant=False,
     )  # fmt: skip
     logn = True
+    effect = "makes queries grow with the text"
 
     def far(self, positions: torch.Tensor) -> torch.Tensor:
         return positions

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..registry import register
-from .base import Part, PositionMap, Rope, Traits, itself, require_integer, warn_beyond
+from .base import RUNS_INSIDE, Part, PositionMap, Rope, Traits, itself, require_integer, warn_beyond
 
 
 @register
@@ -27,6 +27,19 @@ class ReRoPE(PositionMap):
 
     def __post_init__(self) -> None:
         require_integer(self, "window", at_least=1)
+
+    @classmethod
+    def suggest(cls, rope: Rope, target_length: int) -> tuple[float, "ReRoPE", str] | None:
+        length = rope.configured_length
+        if length < 2:
+            return None
+        return (
+            14,
+            cls(length // 2),
+            f"No distance exceeds {length // 2} tokens, without training: no text is too long, and those of up to "
+            f"{length // 2} are read as before, bit for bit. Far tokens have no order. On SmolLM2-135M at twice its "
+            f"trained length it lost less than yarn (2.289 nats, 2.316). {RUNS_INSIDE}",
+        )
 
     def check(self, rope: Rope) -> None:
         warn_beyond(self, rope)

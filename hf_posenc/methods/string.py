@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..registry import register
-from .base import Part, PositionMap, Rope, Traits, itself, require_integer
+from .base import RUNS_INSIDE, Part, PositionMap, Rope, Traits, itself, require_integer, warn_beyond
 
 
 @register
@@ -33,8 +33,28 @@ class STRING(PositionMap):
         if self.window > self.shift:
             raise ValueError(f"window={self.window} of 'string' is at most its shift, {self.shift}.")
 
+    @classmethod
+    def suggest(cls, rope: Rope, target_length: int) -> tuple[float, "STRING", str] | None:
+        length = rope.configured_length
+        window = min(cls.window, length // 16)
+        shift = max(length // 3, target_length - length + window)
+        if window < 1 or shift > length // 2:
+            return None  # most of the trained distances would be met twice
+        method = cls(shift, window)
+        return (
+            45,
+            method,
+            f"Distances from {shift} on start again at {window}, without training: reads "
+            f"{method.extended_length(rope)} tokens. Made for texts within the trained length, and two tokens "
+            f"may seem equally far. {RUNS_INSIDE}",
+        )
+
     def extended_length(self, rope: Rope) -> int:
-        return rope.configured_length + self.shift - self.window
+        near_is_trained = self.shift <= rope.configured_length
+        return rope.configured_length + (self.shift - self.window if near_is_trained else 0)
+
+    def check(self, rope: Rope) -> None:
+        warn_beyond(self, rope, "shift")
 
     def far(self, positions: torch.Tensor) -> torch.Tensor:
         return positions
