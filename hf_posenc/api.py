@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from . import attention, persistence, twin
 from .families import Family, UnsupportedMethodError, is_nested, locate, rotary_sites, text_config_of
 from .journal import Journal
-from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, PositionMap, Stack
+from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method
+from .methods.position_map import PositionMap, Stack
 from .registry import create, registered
 from .rotary import (
     LENGTH_DEPENDENT,

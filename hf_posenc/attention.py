@@ -20,7 +20,8 @@ from .context import Call, Context, Layer, Scheme
 from .families import Family, Site, Slot, UnsupportedMethodError, live_modules
 from .guard import NOT_IN_FORCE
 from .journal import Journal
-from .methods.base import AttentionMethod, LengthMethod, Rope, Stack
+from .methods.base import AttentionMethod, LengthMethod, Rope
+from .methods.position_map import Stack
 from .rotary import Ropes
 from .turning import Source
 from .twin import Plan

@@ -8,7 +8,8 @@ import torch
 
 from . import two_part
 from .context import Call
-from .methods.base import PositionMap, Rope
+from .methods.base import Rope
+from .methods.position_map import PositionMap
 from .positions import Positions
 from .registry import parse
 from .turning import Source

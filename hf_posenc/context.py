@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .methods.base import AttentionMethod, PositionMap
+from .methods.base import AttentionMethod
+from .methods.position_map import PositionMap
 from .positions import Positions
 from .turning import Source
 from .twin import Plan

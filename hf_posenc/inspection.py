@@ -22,7 +22,8 @@ from .families import (
     read_rope,
     text_config_of,
 )
-from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, PositionMap, Rope, Stack
+from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, Rope
+from .methods.position_map import PositionMap, Stack
 from .persistence import ADAPTER, model_class, recorded, without_scheme
 from .registry import create
 from .report import LayerType, Report, Waves

@@ -7,7 +7,8 @@ from typing import Any
 from .api import methods
 from .inspection import Layers, Source, inspect, look, measure, remarks, require_length, weightless
 from .methods import NTK, PI, DynamicNTK, DynamicYaRN, Llama3, LongRoPE, Method, YaRN
-from .methods.base import LengthMethod, PositionMap, Rope
+from .methods.base import LengthMethod, Rope
+from .methods.position_map import PositionMap
 from .registry import registered
 from .rotary import main_rope, read_ropes
 

@@ -5,7 +5,8 @@ import difflib
 import re
 from typing import Any, TypeVar
 
-from .methods.base import FrequencyMethod, Method, PositionMap, Stack
+from .methods.base import FrequencyMethod, Method
+from .methods.position_map import PositionMap, Stack
 
 _METHODS: dict[str, type[Method]] = {}
 # What transformers and others call them.

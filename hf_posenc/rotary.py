@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 from . import twin
 from .families import Family, Site, Slot, UnsupportedMethodError, Wrapper, is_global, read_rope
 from .journal import Journal
-from .methods.base import FrequencyMethod, Method, PositionMap, Rope
+from .methods.base import FrequencyMethod, Method, Rope
+from .methods.position_map import PositionMap
 
 
 class PatchedRotary(Wrapper):

@@ -14,7 +14,7 @@ import torch
 
 from . import kernels
 from .context import Call
-from .methods.base import Part, PositionMap
+from .methods.position_map import Part, PositionMap
 from .positions import Positions
 from .turning import Source, Table, shift_table, turn
 from .twin import Plan

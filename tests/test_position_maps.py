@@ -580,6 +580,7 @@ WRONG = {
     "rerope:window=6+self_extend:group_size=2,window=4": "give one",
     "yarn:factor=2+ntk:factor=2": "give one",
     "rerope:window=6+dynamic_ntk": "give one",
+    "rerope:window=6+longrope:factor=2,switch=stock": "switch='long'",
     "rerope:window=6+yarn:factor=2+logn": "give one",
 }
 

@@ -1,7 +1,7 @@
 """One file per method; importing the package registers them all."""
 
 from .abf import ABF
-from .base import FrequencyMethod, LengthMethod, Method, PositionMap, Rope, Stack, Traits
+from .base import FrequencyMethod, LengthMethod, Method, Rope, Traits
 from .dca import DualChunk
 from .dynamic_ntk import DynamicNTK
 from .dynamic_yarn import DynamicYaRN
@@ -13,6 +13,7 @@ from .ntk import NTK
 from .ntk_by_parts import NTKByParts
 from .partial_rope import PartialRoPE
 from .pi import PI
+from .position_map import PositionMap, Stack
 from .rerope import ReRoPE
 from .self_extend import SelfExtend
 from .string import STRING

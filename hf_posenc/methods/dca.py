@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from ..registry import register
-from .base import RUNS_INSIDE, Part, PositionMap, Rope, Traits, require_integer
+from .base import Rope, Traits, require_integer
+from .position_map import RUNS_INSIDE, Part, PositionMap
 
 
 @register

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ..registry import register
-from .base import Part, PositionMap, Traits, itself
+from .base import Traits
+from .position_map import Part, PositionMap, itself
 
 
 @register

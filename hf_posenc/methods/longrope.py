@@ -55,6 +55,10 @@ class LongRoPE(FrequencyMethod, LengthMethod):
     def acts_in_attention(self) -> bool:
         return self.switch == "causal"
 
+    @property
+    def is_fixed(self) -> bool:
+        return self.switch == "long"
+
     def fill(self, rope: Rope) -> "LongRoPE":
         lists: dict[str, Any] = {}
         for name in ("short_factor", "long_factor"):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ..registry import register
-from .base import RUNS_INSIDE, Part, PositionMap, Rope, Traits, itself, require_integer, warn_beyond
+from .base import Rope, Traits, require_integer
+from .position_map import RUNS_INSIDE, Part, PositionMap, itself, warn_beyond
 
 
 @register

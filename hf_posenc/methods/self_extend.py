@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..registry import register
-from .base import RUNS_INSIDE, Part, PositionMap, Rope, Traits, itself, require_integer, warn_beyond
+from .base import Rope, Traits, require_integer
+from .position_map import RUNS_INSIDE, Part, PositionMap, itself, warn_beyond
 
 MEASURED_GROUP = 4
 _MEASURED = (
