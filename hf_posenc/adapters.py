@@ -11,7 +11,7 @@ from .families import UnsupportedMethodError
 from .methods.base import Method
 
 
-def refuse_prefixes(wrapper: nn.Module, method: Method) -> None:
+def refuse_prefixes(wrapper: nn.Module, method: Method | str) -> None:
     """Raises:
     UnsupportedMethodError: ``wrapper`` puts learned keys into the cache, which a method inside attention would turn.
     """

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import attention, persistence, twin
+from . import adapters, attention, persistence, twin
 from .families import Family, UnsupportedMethodError, is_nested, locate, rotary_sites, text_config_of
 from .journal import Journal
 from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method
@@ -167,6 +167,8 @@ def methods(model: nn.Module | None = None) -> list[str]:
     names = [name for name, method in registered().items() if issubclass(method, FrequencyMethod)]
     try:
         twin.plan(family)
+        for module in model.modules():
+            adapters.refuse_prefixes(module, "a method inside attention")
     except UnsupportedMethodError:
         return names
     moves = _takes_position_maps(family, ropes)
@@ -235,11 +237,14 @@ def _load_adapter(path: str | Path, **kwargs: Any) -> Any:
             f"{path} does not say which base model it belongs to: load that one, call hf_posenc.patch(model, "
             f"{entry['method'] if entry else None!r}), then PeftModel.from_pretrained(model, {str(path)!r})."
         )
+    settings = {key: kwargs.pop(key) for key in ("adapter_name", "is_trainable") if key in kwargs}
     if entry is None:
-        return PeftModel.from_pretrained(from_pretrained(base_path, **kwargs), path, config=config)
-    base, _ = persistence.load_base(base_path, **kwargs)
-    persistence.check_base(entry, base.config, path)
-    return PeftModel.from_pretrained(patch(base, entry["method"]), path, config=config)
+        base = from_pretrained(base_path, **kwargs)
+    else:
+        base, _ = persistence.load_base(base_path, **kwargs)
+        persistence.check_base(entry, base.config, path)
+        patch(base, entry["method"])
+    return PeftModel.from_pretrained(base, path, config=config, **settings)
 
 
 def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -> Method:

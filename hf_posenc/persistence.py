@@ -24,6 +24,7 @@ ADAPTER = "adapter_config.json"
 # A key of ADAPTER: PEFT shows those that it does not know when it loads an adapter.
 WARNING = "load with hf_posenc.from_pretrained"
 VERSION = 1
+_LOADING = {"dtype", "torch_dtype", "quantization_config", "attn_implementation"}  # not configuration alone
 
 
 def original_of(config: PreTrainedConfig, length: int) -> dict[str, Any]:
@@ -134,11 +135,14 @@ def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PreTrai
     if kwargs.pop("output_loading_info", False):
         raise ValueError("output_loading_info is not supported here: load with transformers, then hf_posenc.restore.")
     config = kwargs.pop("config", None)
-    if config is None:
+    if not isinstance(config, PreTrainedConfig):
         shared = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "trust_remote_code", "gguf_file",
                                                "subfolder", "local_files_only") if key in kwargs}  # fmt: skip
-        config = AutoConfig.from_pretrained(path, **shared)
+        config = AutoConfig.from_pretrained(config or path, **shared)
     plain = without_scheme(config)
+    # As transformers does: what the configuration knows goes there.
+    for name in [name for name in kwargs if hasattr(plain, name) and name not in _LOADING]:
+        setattr(plain, name, kwargs.pop(name))
     if kwargs.get("gguf_file") and "quantization_config" not in kwargs:
         # A model left quantised can be neither saved nor trained.
         kwargs["quantization_config"] = transformers.GgufConfig(dequantize=True)

@@ -497,3 +497,22 @@ def test_deep_copied_adapters(base, tmp_path):
     assert "yarn" in (tmp_path / "twin" / "hf_posenc.json").read_text()
     assert "dynamic_ntk" in (tmp_path / "model" / "hf_posenc.json").read_text()
     assert torch.equal(logits(hf_posenc.from_pretrained(tmp_path / "twin").eval()), logits(twin))
+
+
+def test_what_the_configuration_knows_goes_there(tmp_path):
+    """Further arguments, as transformers takes them; those of PEFT for an adapter."""
+    hf_posenc.patch(TL(), "dynamic_ntk").save_pretrained(tmp_path)
+    for more in ({}, {"config": str(tmp_path)}):
+        model = hf_posenc.from_pretrained(tmp_path, use_cache=False, dtype=torch.bfloat16, **more)
+        assert model.config.use_cache is False and model.dtype == torch.bfloat16
+        assert str(hf_posenc.current(model)) == "dynamic_ntk"
+
+
+def test_an_adapter_goes_on_training(tmp_path):
+    peft = pytest.importorskip("peft")
+    TL().save_pretrained(tmp_path / "base")
+    base = hf_posenc.patch(hf_posenc.from_pretrained(tmp_path / "base"), "dynamic_ntk")
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    again = hf_posenc.from_pretrained(tmp_path / "adapter", is_trainable=True)
+    assert any(weight.requires_grad for weight in again.parameters())
