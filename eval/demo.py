@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import data, models, report
-from eval.commands import Device, DType, ModelName, PosEncs, Root, console, identity, progress, sha256
+from eval.commands import Device, ModelName, PosEncs, Root, console, identity, progress, sha256
 from eval.commands.perplexity import bands
 from eval.likelihood import token_losses
 from eval.passkey import KEY, QUESTION, Prompt, answer_tokens, ask
@@ -40,14 +40,16 @@ def command(
     length: Annotated[
         int | None, typer.Option(help="Tokens of text, question and answer. Default: twice the trained length.")
     ] = None,
-    dtype: DType = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="As for `perplexity`. Default: bfloat16, or float32 on a CPU slower in it.")
+    ] = None,
     device: Device = "auto",
     results: Root = "results",
 ) -> None:
     """Loss by position and an answer from afar, unpatched and patched: about five minutes on two CPU cores."""
     began = time.perf_counter()
     console.print(f"Loading {model} (the first time it is downloaded and converted) …")
-    loaded, tokenizer = models.load(model, dtype, device)
+    loaded, tokenizer = models.load(model, dtype or models.quickest_dtype(device), device)
     names, trained = models.full_names(loaded, posenc), models.trained_length(loaded)
     if length is None:
         if trained is None:
@@ -56,9 +58,8 @@ def command(
     prompt, read = hide(tokenizer, data.text(text), length)
     parameters = {**identity(loaded, model, tokenizer), "text": text, "length": length, "read": read}
     parameters["prompt_sha256"] = sha256(json.dumps(prompt.ids).encode())
-    with models.attention_in_float32(loaded) as widened, progress() as bar:
-        parameters["attention_in_float32"] = widened
-        found = Results(results, "demo", parameters, ("model", "text", "length", "dtype"), ("posenc",))
+    found = Results(results, "demo", parameters, ("model", "text", "length", "dtype"), ("posenc",))
+    with progress() as bar:
         missing = [name for name in names if not found.has(posenc=name)]
         task = bar.add_task("", total=len(missing) * len(_layers(loaded)))
         for name in missing:
@@ -78,17 +79,21 @@ def hide(tokenizer: Any, text: str, length: int, depth: float = DEPTH, seed: int
         depth: where the note stands in what is read of the text, 0 to 1.
 
     Raises:
-        ValueError: the text is too short.
+        ValueError: the text, or the length, is too short.
     """
     key = str(random.Random(seed).randrange(10_000, 100_000))
     question = models.encode(tokenizer, QUESTION, start=False)
     read = length - len(question) - answer_tokens(len(key))
-    start = tokenizer.decode(models.encode(tokenizer, text)[: round(depth * read)], skip_special_tokens=True)
+    start = tokenizer.decode(models.encode(tokenizer, text)[: max(0, round(depth * read))], skip_special_tokens=True)
     gap = text.rfind("\n\n", 0, len(start))
     place = gap + 2 if gap >= 0 else len(start)
     before = models.encode(tokenizer, text[:place])
     note = models.encode(tokenizer, f"{KEY.format(key=key)}\n\n", start=False)
     ids = before + note + models.encode(tokenizer, text[place:], start=False)
+    if read < len(before) + len(note):
+        raise ValueError(
+            f"length {length} is too short for the note and the question about it: give a longer --length"
+        )
     if len(ids) < read:
         raise ValueError(f"the text has {len(ids)} tokens, {read} are needed: give a longer --text or less --length")
     return Prompt(length, depth, 0, key, len(before), ids[:read] + question), read

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoTokenizer, GenerationMixin
+from transformers import AutoTokenizer, GenerationMixin
 
 import hf_posenc
 from eval import data
@@ -59,27 +59,11 @@ def applied(model: nn.Module, posenc: str) -> Iterator[str]:
             hf_posenc.patch(model, before)
 
 
-@contextmanager
-def attention_in_float32(model: nn.Module) -> Iterator[bool]:
-    """`sdpa` computed in float32 for a while, on a CPU that has no bfloat16 matrix unit; gives whether it is.
-
-    There torch's bfloat16 kernel takes 1.7 times as long and is less exact. Everything else keeps its dtype.
-    """
-    parameter = next(model.parameters())
-    helps = (
-        parameter.device.type == "cpu" and parameter.dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported()
-    )
-    sdpa = AttentionInterface()["sdpa"]
-
-    def widened(module, query, key, value, attention_mask, **keywords):
-        output, weights = sdpa(module, query.float(), key.float(), value.float(), attention_mask, **keywords)
-        return output.to(query.dtype), weights
-
-    AttentionInterface.register("sdpa", widened if helps else sdpa)
-    try:
-        yield helps
-    finally:
-        AttentionInterface.register("sdpa", sdpa)
+def quickest_dtype(device: str = "auto") -> str:
+    """bfloat16, or float32 on a CPU without a matrix unit for bfloat16, where torch's attention in it is slower."""
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    has_unit = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return "float32" if on_cpu and not has_unit() else "bfloat16"
 
 
 def full_names(model: nn.Module, posencs: Sequence[str]) -> list[str]:

@@ -144,7 +144,7 @@ def look(model: Source) -> tuple[PreTrainedConfig, Family | None]:
         return family.root.config, family
     if isinstance(model, str | Path):
         path = Path(model).expanduser()
-        if (str(model).startswith((".", "/", "~")) or len(path.parts) > 2) and not path.is_dir():
+        if (str(model).startswith((".", "/", "~")) or len(path.parts) > 2) and not path.exists():
             raise FileNotFoundError(f"There is no folder {model}.")
         if Path(path, ADAPTER).exists() and not Path(path, "config.json").exists():
             raise ValueError(

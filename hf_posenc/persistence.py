@@ -140,6 +140,11 @@ def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PreTrai
                                                "subfolder", "local_files_only") if key in kwargs}  # fmt: skip
         config = AutoConfig.from_pretrained(config or path, **shared)
     plain = without_scheme(config)
+    shifted = sorted({"rope_parameters", "max_position_embeddings"} & kwargs.keys())
+    if shifted and recorded(config) is not None:
+        raise ValueError(
+            f"{', '.join(shifted)} would change what the scheme of {path} was made for: load without, then patch it."
+        )
     # As transformers does: what the configuration knows goes there.
     for name in [name for name in kwargs if hasattr(plain, name) and name not in _LOADING]:
         setattr(plain, name, kwargs.pop(name))

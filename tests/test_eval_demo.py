@@ -29,6 +29,9 @@ def test_the_note_is_hidden_in_the_text():
     assert len(before) / read == pytest.approx(0.3, abs=0.02)
     with pytest.raises(ValueError, match="longer --text"):
         demo.hide(tokenizer, STORY, 40_000)
+    for length in (1, 20, 90):
+        with pytest.raises(ValueError, match="too short for the note"):
+            demo.hide(tokenizer, STORY, length)
 
 
 def test_one_bos_and_no_blank_line():

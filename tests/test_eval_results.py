@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import hf_posenc
 from eval.__main__ import app, main
 from eval.commands import passkey, perplexity
-from eval.models import applied, attention_in_float32, encode, fingerprint, full_names, load, numbers, trained_length
+from eval.models import applied, encode, fingerprint, full_names, load, numbers, quickest_dtype, trained_length
 from eval.results import Results
 
 torch.set_num_threads(1)
@@ -101,34 +101,10 @@ def test_encodings_on_and_off():
         full_names(model, ["none", "yran:factor=2"])
 
 
-@pytest.mark.parametrize("posenc", ["none", "yarn:factor=2", "dynamic_ntk"])
-def test_attention_in_float32_where_bfloat16_is_slow(monkeypatch, posenc):
-    seen, attend = [], torch.nn.functional.scaled_dot_product_attention
-
-    def watched(query, key, value, **settings):
-        seen.append({query.dtype, key.dtype, value.dtype})
-        return attend(query, key, value, **settings)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    model, ids = build().to(torch.bfloat16), torch.arange(100)[None]
-
-    def logits(matrix_unit, widened):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: matrix_unit)
-        seen.clear()
-        with attention_in_float32(model) as helps:
-            found = model(ids).logits
-        assert helps is widened and seen
-        assert all(dtypes == {torch.float32 if widened else torch.bfloat16} for dtypes in seen)
-        return found
-
-    with torch.no_grad(), applied(model, posenc):
-        before = model(ids).logits
-        assert torch.equal(logits(True, False), before)
-        wide = logits(False, True)
-        assert wide.dtype == torch.bfloat16 and 0 < (wide - before).abs().max() < 0.1 * before.abs().max()
-        assert torch.equal(model(ids).logits, before)
-    with attention_in_float32(build()) as helps:
-        assert not helps
+@pytest.mark.parametrize("unit, dtype", [(True, "bfloat16"), (False, "float32")])
+def test_bfloat16_where_the_cpu_is_quick_in_it(monkeypatch, unit, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: unit)
+    assert quickest_dtype("cpu") == dtype and quickest_dtype("cuda") == "bfloat16"
 
 
 def test_fingerprints_tell_models_apart():

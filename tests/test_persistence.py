@@ -508,6 +508,13 @@ def test_what_the_configuration_knows_goes_there(tmp_path):
         assert str(hf_posenc.current(model)) == "dynamic_ntk"
 
 
+@pytest.mark.parametrize("more", [{"max_position_embeddings": 512}, {"rope_parameters": {"rope_theta": 5e5}}])
+def test_the_trained_length_under_a_scheme_is_not_changed_in_passing(more, tmp_path):
+    hf_posenc.patch(TL(), "yarn:factor=4").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="then patch it"):
+        hf_posenc.from_pretrained(tmp_path, **more)
+
+
 def test_an_adapter_goes_on_training(tmp_path):
     peft = pytest.importorskip("peft")
     TL().save_pretrained(tmp_path / "base")
