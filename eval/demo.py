@@ -91,9 +91,7 @@ def hide(tokenizer: Any, text: str, length: int, depth: float = DEPTH, seed: int
     note = models.encode(tokenizer, f"{KEY.format(key=key)}\n\n", start=False)
     ids = before + note + models.encode(tokenizer, text[place:], start=False)
     if read < len(before) + len(note):
-        raise ValueError(
-            f"length {length} is too short for the note and the question about it: give a longer --length"
-        )
+        raise ValueError(f"length {length} is too short for the note and the question: give a longer --length")
     if len(ids) < read:
         raise ValueError(f"the text has {len(ids)} tokens, {read} are needed: give a longer --text or less --length")
     return Prompt(length, depth, 0, key, len(before), ids[:read] + question), read

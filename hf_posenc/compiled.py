@@ -23,7 +23,8 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         return two_part.dense(call, method, parts)
     plan, source, positions = call.layer.plan, call.layer.source, call.context.positions
     total = positions.total if isinstance(positions.total, torch.Tensor) else None
-    query, key, value = two_part.of_one_width(call.query, call.key, call.value)
+    query, key = call.query.to(call.value.dtype), call.key.to(call.value.dtype)
+    query, key, value = two_part.of_one_width(query, key, call.value)
     found = mapped(
         query, key, value, positions.queries, call.places, total, call.mask, source.frequencies, source.axes,
         str(method), source.rope.configured_length, plan.start, plan.stop, plan.pairing, plan.sign,

@@ -36,12 +36,14 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     if slots >= total and kernels_do(call, parts):
         groups = call.query.shape[1] // call.key.shape[1]
         found = context.once(
-            (layer.plan.source, layer.plan.pairing, groups, call.query.device, call.query.dtype),
-            lambda: layout(method, layer.source, layer.plan, positions, total, groups, call.query),
+            (layer.plan.source, layer.plan.pairing, groups, call.value.device, call.value.dtype),
+            lambda: layout(method, layer.source, layer.plan, positions, total, groups, call.value),
         )
         if _fits(call, found, total):
+            # Under autocast values come narrower than what was just rotated; sdpa would cast too.
+            query, key = call.query.to(call.value.dtype), call.key[:, :, :total].to(call.value.dtype)
             work = Work(found, layer.plan, scale_of(call))
-            return blockwise(call.query, call.key[:, :, :total], call.value[:, :, :total], work), None
+            return blockwise(query, key, call.value[:, :, :total], work), None
     return dense(call, method, parts)
 
 

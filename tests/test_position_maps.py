@@ -508,6 +508,19 @@ def test_bfloat16_is_within_its_noise():
     assert (after(ids).logits - exact).abs().mean() < 2 * stock
 
 
+@pytest.mark.parametrize("method", METHODS[:3])
+def test_autocast_gradient(method):
+    model, ids = llama(method).train(), tokens(1, 96)
+    exact = model(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(ids, labels=ids)
+    out.loss.backward()
+    stock = TL()
+    with torch.autocast("cpu", torch.bfloat16):
+        noise = (stock(ids[:, :60]).logits - TL()(ids[:, :60]).logits).abs().mean()
+    assert (out.logits - exact).abs().mean() < 2 * noise and gradients(model).abs().max() > 0
+
+
 @pytest.mark.parametrize("method", [FAR, "dca:chunk_size=12,local_window=4", "logn"])
 def test_compiles_without_a_graph_break_gradient(method):
     """One graph for a whole text, its gradients, and one for every step with a static cache."""
