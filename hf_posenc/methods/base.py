@@ -221,7 +221,13 @@ def require_integer(method: Method, name: str, at_least: int) -> None:
     """Check a whole-number parameter; errors as for ``require_number``."""
     if isinstance(getattr(method, name), bool) or not isinstance(getattr(method, name), int):
         raise TypeError(f"{name} of {method.name!r} is a whole number, got {getattr(method, name)!r}.")
-    require_number(method, name, at_least=at_least)
+    require_number(method, name, at_least=at_least, at_most=1 << 40)
+
+
+def require_flag(method: Method, name: str) -> None:
+    """Check a parameter that is true or false; raises TypeError."""
+    if not isinstance(getattr(method, name), bool):
+        raise TypeError(f"{name} of {method.name!r} is true or false, got {getattr(method, name)!r}.")
 
 
 def _spell(value: Any) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..registry import register
-from .base import Rope, Traits, require_integer
+from .base import Rope, Traits, require_flag, require_integer
 from .position_map import RUNS_INSIDE, Part, PositionMap
 
 
@@ -35,6 +35,7 @@ class DualChunk(PositionMap):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        require_flag(self, "logn")
         require_integer(self, "chunk_size", at_least=1)
         require_integer(self, "local_window", at_least=1)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..registry import register
-from .base import Rope, Traits, require_integer
+from .base import Rope, Traits, require_flag, require_integer
 from .position_map import RUNS_INSIDE, Part, PositionMap, itself, warn_beyond
 
 
@@ -27,6 +27,7 @@ class ReRoPE(PositionMap):
     traits = Traits("query and key", keeps_stock_kernels=False, needs_training=False, reads_past_trained_length=True)
 
     def __post_init__(self) -> None:
+        require_flag(self, "logn")
         require_integer(self, "window", at_least=1)
 
     @classmethod

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..registry import register
-from .base import Rope, Traits, require_integer
+from .base import Rope, Traits, require_flag, require_integer
 from .position_map import RUNS_INSIDE, Part, PositionMap, itself, warn_beyond
 
 MEASURED_GROUP = 4
@@ -45,6 +45,7 @@ class SelfExtend(PositionMap):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        require_flag(self, "logn")
         for name in ("group_size", "window", "target_length"):
             if getattr(self, name) is not None:
                 require_integer(self, name, at_least=1)
