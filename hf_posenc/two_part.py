@@ -6,6 +6,7 @@ part: those all of its rows see, which a fused kernel takes without a mask, and 
 Whatever cuts a text into runs of its own (padding, packed documents) only narrows which slots a row sees.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -506,22 +507,21 @@ def dense(call: Call, method: PositionMap, parts: list[Part]) -> tuple[torch.Ten
     layer, positions, device = call.layer, call.context.positions, call.query.device
     queries, keys = positions.queries.to(device), call.places.to(device)
     held, length, slots = method.held(keys), call.query.shape[2], call.key.shape[2]
-    tables = call.context.once(
-        (layer.plan.source, layer.plan.pairing, slots, len(parts), device, call.query.dtype),
-        lambda: [
-            tuple(
-                shift_table(layer.source, layer.plan, shift, call.query)
-                for shift in (
-                    part.query(queries) - method.held(queries),
-                    (keys if part.plain_keys else method.far(keys)) - held,
-                )
-            )
+
+    def tables() -> list[tuple[Table, Table]]:
+        shifts = [
+            (part.query(queries) - method.held(queries), (keys if part.plain_keys else method.far(keys)) - held)
             for part in parts
-        ],
-    )
+        ]
+        make = functools.partial(shift_table, layer.source, layer.plan, like=call.query)
+        return [(make(shift=left), make(shift=right)) for left, right in shifts]
+
+    name = (layer.plan.source, layer.plan.pairing, slots, len(parts), device, call.query.dtype)
+    # In a graph, a name with the number of slots would ask for a new one at every token.
+    made = tables() if torch.compiler.is_compiling() else call.context.once(name, tables)
     scale = method.query_scale(queries.amax(0), layer.source.rope)
     query = call.query if scale is None else (call.query * scale.float()[:, None, :, None]).to(call.query.dtype)
-    turned = [(turn(query, left, layer.plan), turn(call.key, right, layer.plan)) for left, right in tables]
+    turned = [(turn(query, left, layer.plan), turn(call.key, right, layer.plan)) for left, right in made]
     if len(parts) == 1:
         return call.run(*turned[0], call.value, call.rows(0, length, slots))
     blank = torch.zeros_like(call.key)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_posenc
-from eval import data
+from eval import data, models
 from eval.likelihood import token_losses
 
 LENGTH = 16_384
@@ -17,19 +17,19 @@ def smollm2():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = data.smollm2()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, models.quickest_dtype("cpu"))).eval()
     text = "\n\n".join(topics[name] for name in sorted(topics))
     return model, torch.tensor([AutoTokenizer.from_pretrained(folder)(text).input_ids[:LENGTH]])
 
 
 @pytest.mark.slow
-def test_yarn_and_dynamic_yarn_read_on_where_the_unpatched_model_falls_apart(smollm2):
+def test_methods_without_training_read_on_where_the_unpatched_model_falls_apart(smollm2):
     model, ids = smollm2
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         losses = {"none": token_losses(model, ids)[0]}
-        for method in ("yarn:factor=2", "dynamic_yarn"):
+        for method in ("yarn:factor=2", "dynamic_yarn", "self_extend:group_size=4,window=2048"):
             with hf_posenc.patched(model, method):
                 losses[method] = token_losses(model, ids)[0]
     finally:
@@ -40,3 +40,6 @@ def test_yarn_and_dynamic_yarn_read_on_where_the_unpatched_model_falls_apart(smo
     assert beyond["none"] > beyond["dynamic_yarn"] + 2
     assert within["yarn:factor=2"] - within["none"] < 0.05
     assert abs(within["dynamic_yarn"] - within["none"]) < 0.01
+    extended = "self_extend:group_size=4,window=2048"
+    assert beyond["none"] > beyond[extended] + 2
+    assert abs(within[extended] - within["none"]) < 0.02
