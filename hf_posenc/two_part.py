@@ -508,7 +508,7 @@ def dense(call: Call, method: PositionMap, parts: list[Part]) -> tuple[torch.Ten
     queries, keys = positions.queries.to(device), call.places.to(device)
     held, length, slots = method.held(keys), call.query.shape[2], call.key.shape[2]
 
-    def tables() -> list[tuple[Table, Table]]:
+    def tables():
         shifts = [
             (part.query(queries) - method.held(queries), (keys if part.plain_keys else method.far(keys)) - held)
             for part in parts

@@ -52,5 +52,6 @@ def test_support_page_counts_what_it_lists():
     frequency = sum(cells[2].startswith("ok") for cells in rows)
     attention = sum(cells[3].startswith("ok") for cells in rows)
     assert f"{len(rows)} types: frequency methods {frequency} ok" in page
-    assert f"attention methods {attention} ok" in page
-    assert frequency >= 103 and attention >= 100
+    maps = sum(cells[4].startswith("ok") for cells in rows)
+    assert f"dynamic methods {attention} ok" in page and f"position maps {maps} ok" in page
+    assert frequency >= 103 and attention >= 100 and maps >= 100
