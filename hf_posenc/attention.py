@@ -205,7 +205,8 @@ def install(
     parameters = list(inspect.signature(owner.forward).parameters)
     forwards = all("hf_posenc" in plan.keywords for plan in plans)
     inside = method.top if isinstance(method, Stack) else method
-    scheme = Scheme(inside, sources, stock, parameters, forwards, capacity)
+    holder = "" if isinstance(method, LengthMethod) else str(method)
+    scheme = Scheme(inside, sources, stock, parameters, forwards, capacity, holder)
     journal.set(owner, "_hf_posenc", scheme)
     changed_configs = {id(owner.config): owner.config}
     for plan in plans:

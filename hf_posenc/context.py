@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from .methods.base import AttentionMethod
-from .methods.position_map import PositionMap
 from .positions import Positions
 from .turning import Source
 from .twin import Plan
@@ -37,6 +36,7 @@ class Scheme:
         stock: the attention implementation that does the work, "sdpa" or "eager"
         parameters: names of the positional parameters of the owner's forward
         forwards: whether the owner hands keyword arguments down to its attention
+        holder: the whole method by whose rule the cache holds keys; empty where they are turned as they were trained
         capacity: tokens beyond which distances appear that were never trained; None without such a limit
         context: that of the last forward, kept only where it is not handed down; there it travels with the rotation
     """
@@ -47,12 +47,8 @@ class Scheme:
     parameters: list[str]
     forwards: bool
     capacity: int | None = None
+    holder: str = ""
     context: Context | None = None
-
-    @property
-    def holder(self) -> str:
-        """The method by whose rule the cache holds keys; empty where they are turned as they were trained."""
-        return str(self.method) if isinstance(self.method, PositionMap) else ""
 
 
 @dataclass

@@ -320,7 +320,7 @@ def test_a_cache_whose_rows_move():
         assert_close(found, model(row[None]).logits[0, -1], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("first", [None, "rerope:window=6", "dynamic_ntk"])
+@pytest.mark.parametrize("first", [None, "rerope:window=6", "dynamic_ntk", FAR + "+yarn:factor=2"])
 def test_a_cache_filled_under_another_scheme_is_refused(first):
     model, ids = TL(), tokens(1, 40)
     if first:
