@@ -43,8 +43,6 @@ METHODS = [
 FAR = "self_extend:group_size=3,window=10"
 # 24 + 9 + single tokens, and cuts on and across the window.
 CUTS = ([24, 9] + [1] * 63, [10, 50, 36])
-# As unpatched: nothing tells them that positions which start again are a new document.
-UNPACKED = {"gpt_oss", "qwen2_vl", "qwen3_vl"}
 
 
 @pytest.fixture(autouse=True)
@@ -257,14 +255,22 @@ def test_every_family_takes_padding(method, family):
         assert_close(together[index, mask[index].bool()], expected, atol=tolerance(family), rtol=0)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - UNPACKED))
-@pytest.mark.parametrize("method", METHODS[:2])
-def test_packed_documents_are_alone(method, family):
-    model = hf_posenc.patch(built(family), method)
+def packed_and_alone(model):
     documents = [tokens(1, length, length) for length in (30, 7, 61)]
     places = torch.cat([torch.arange(document.shape[1]) for document in documents])[None]
     packed = model(torch.cat(documents, dim=1), position_ids=places, use_cache=False).logits
-    alone = torch.cat([model(document).logits for document in documents], dim=1)
+    return packed, torch.cat([model(document).logits for document in documents], dim=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS[:2])
+def test_packed_documents_are_alone(method, family):
+    model = built(family)
+    packed, alone = packed_and_alone(model)
+    if not torch.allclose(packed, alone, atol=tolerance(family), rtol=0):
+        # GPT-OSS and Qwen-VL in every release, Llama 4 (whose chunks it counts from the row's start) in 5.15.
+        pytest.skip("the unpatched model does not tell that positions which start again are a new document")
+    packed, alone = packed_and_alone(hf_posenc.patch(model, method))
     assert_close(packed, alone, atol=tolerance(family), rtol=0)
 
 
