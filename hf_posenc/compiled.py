@@ -60,12 +60,12 @@ def _work(
     sign: int,
     scale: float,
     groups: int,
-    like: torch.Tensor,
+    value: torch.Tensor,
 ) -> tuple[two_part.Work, int]:
     plan = Plan("", 0, start, stop, pairing, sign)  # type: ignore[arg-type]
     slots = keys.shape[-1] if total is None else int(total)
     name, tensors = (
-        (method, length, slots, groups, pairing, sign, like.device, like.dtype),
+        (method, length, slots, groups, pairing, sign, value.device, value.dtype, value.shape[:2]),
         (queries, keys, frequencies),
     )
     for last in _last:
@@ -78,7 +78,7 @@ def _work(
         assert isinstance(chosen, PositionMap)
         padding = None if mask is None else mask[:, 0, -1]
         positions = Positions(queries, keys, slots, padding)
-        found = two_part.layout(chosen, Source(rope, frequencies, axes), plan, positions, slots, groups, like)
+        found = two_part.layout(chosen, Source(rope, frequencies, axes), plan, positions, slots, groups, value)
         if not two_part.shows_runs(mask, found.start, slots, None):
             raise RuntimeError(
                 "The positions of this compiled forward have gaps that its mask does not follow: run it uncompiled."
@@ -113,7 +113,7 @@ def mapped(
     """``two_part.forward``."""
     work, slots = _work(
         queries, keys, total, mask, frequencies, axes, method, length, start, stop, pairing, sign, scale,
-        query.shape[1] // key.shape[1], query,
+        query.shape[1] // key.shape[1], value,
     )  # fmt: skip
     return two_part.forward(query, key[:, :, :slots], value[:, :, :slots], work)
 
@@ -151,7 +151,7 @@ def mapped_backward(
     """``two_part.backward``."""
     work, slots = _work(
         queries, keys, total, mask, frequencies, axes, method, length, start, stop, pairing, sign, scale,
-        query.shape[1] // key.shape[1], query,
+        query.shape[1] // key.shape[1], value,
     )  # fmt: skip
     found = two_part.backward(grad, query, key[:, :, :slots], value[:, :, :slots], output, sums, work)
     spare = key.shape[2] - slots

@@ -5,6 +5,7 @@ of the whole softmax, which makes the gradient of every part exact. Queries are 
 stand one after the other along the rows, so that no key is ever copied for its group.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -19,6 +20,8 @@ its log-sum-exp is finite too.
 """
 CAUSAL_ROWS = 512
 """Rows from which on a triangle is left to the kernel; below, one call under a mask beats one for each head."""
+_SPLIT_KEYS = 512
+"""Keys from which on a core is worth a set of its own."""
 _EFFICIENT_ALIGNMENT = 32
 """Rows by which the log-sum-exp of the memory-efficient kernel is padded."""
 
@@ -35,10 +38,19 @@ def rows_per_block(device: torch.device, groups: int, banded: bool) -> int:
     return max(64, 384 // groups) if banded else 512
 
 
+def splits(value: torch.Tensor, keys: int) -> int:
+    """Into how many sets to cut the ``keys`` that one query a row meets, so that every core has as much to do."""
+    batch, heads = value.shape[:2]
+    threads = torch.get_num_threads()
+    if value.device.type != "cpu" or batch > 1 or keys < _SPLIT_KEYS * threads:
+        return 1
+    return threads // math.gcd(heads, threads)
+
+
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: Mask, groups: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one part.
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Attention of one part, or of the sets of keys that it is cut into.
 
     Args:
         query: (batch, heads, groups * rows, dim)
@@ -50,8 +62,15 @@ def attend(
     """
     if mask is CAUSAL:
         found = [_attend(rows, key, value, scale, None, True) for rows in query.chunk(groups, dim=2)]
-        return torch.cat([output for output, _ in found], dim=2), torch.cat([total for _, total in found], dim=2)
-    return _attend(query, key, value, scale, mask, False)
+        outputs, totals = zip(*found, strict=True)
+        return [(torch.cat(outputs, dim=2), torch.cat(totals, dim=2))]
+    count = splits(value, key.shape[2]) if query.shape[2] == groups and mask is None else 1
+    if count > 1 and key.shape[2] % count == 0:
+        # The sets stand where rows of a batch do, without a copy.
+        keys, values = (states[0].unflatten(1, (count, -1)).transpose(0, 1) for states in (key, value))
+        output, total = _attend(query.expand(count, -1, -1, -1), keys, values, scale, None, False)
+        return list(zip(output.split(1), total.split(1), strict=True))
+    return [_attend(query, key, value, scale, mask, False)]
 
 
 def attend_backward(grad, query, key, value, output, logsumexp, scale: float, mask: Mask, groups: int):

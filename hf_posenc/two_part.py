@@ -8,7 +8,7 @@ Whatever cuts a text into runs of its own (padding, packed documents) only narro
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,7 +37,7 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     if slots >= total and kernels_do(call, parts):
         groups = call.query.shape[1] // call.key.shape[1]
         found = context.once(
-            (layer.plan.source, layer.plan.pairing, groups, call.value.device, call.value.dtype),
+            (layer.plan.source, layer.plan.pairing, groups, call.value.shape[:2], call.value.device, call.value.dtype),
             lambda: layout(method, layer.source, layer.plan, positions, total, groups, call.value),
         )
         if _fits(call, found, total):
@@ -120,24 +120,43 @@ def shows_runs(mask: torch.Tensor | None, first: torch.Tensor, total: int, paddi
 
 
 @dataclass
-class Share:
-    """Keys that a part sees under one rotation.
+class Reach:
+    """Keys that a part sees and that are to be turned alike.
 
     Attributes:
         low, high: (batch, queries) int64 on the CPU: every query sees the slots low to high, high excluded
-        key: the table that turns the keys in slots ``start`` to ``stop``, None where they stand right
+        start, stop: between the lowest and the highest of them
+        shift: (axes, batch, stop - start) positions by which these keys turn, None where they stand right
     """
 
     low: torch.Tensor
     high: torch.Tensor
-    key: Table | None
     start: int
     stop: int
+    shift: torch.Tensor | None
+
+
+@dataclass
+class Share:
+    """Keys side by side for the kernels: those of all slots as the cache holds them, or copies that were turned.
+
+    Attributes:
+        spans: the slots of the copies; empty for all slots as they stand
+        key: the table that turns the copies
+    """
+
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    key: Table | None = None
 
 
 @dataclass
 class Piece:
-    """Keys of a share in slots start to stop, met by a block of queries under ``mask`` (see ``kernels.attend``)."""
+    """Keys of a share, met by a block of queries.
+
+    Attributes:
+        start, stop: places in the share
+        mask: see ``kernels.attend``
+    """
 
     share: int
     start: int
@@ -166,15 +185,16 @@ class Layout:
     """How one forward is computed, for all layers of one source.
 
     Attributes:
+        shares: the first is that of all slots as they stand
         blocks: part by part, the near one first, which every query takes part in
         start: (batch, queries) the first slot of the run of each query
-        scratch: memory for turned keys, by share and number of key heads
+        scratch: memory for the copies, by share, use and shape
     """
 
     shares: list[Share]
     blocks: list[Block]
     start: torch.Tensor
-    scratch: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    scratch: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
 
 # --- which keys a query sees, and where ------------------------------------------------------------------------------
@@ -199,58 +219,166 @@ def layout(
     positions: Positions,
     slots: int,
     groups: int,
-    like: torch.Tensor,
+    value: torch.Tensor,
 ) -> Layout:
     """Cut the queries into blocks and their keys into pieces.
 
     Args:
         slots: number of keys in the cache
         groups: query heads to a key head
-        like: a tensor of the device and dtype to compute in
+        value: the values of a layer, for their shape, device and dtype
     """
     queries, length = positions.queries.cpu(), positions.queries.shape[-1]
     start = runs(positions, slots)[:, slots - length :]
     scale = method.query_scale(queries.amax(0), source.rope)
     if scale is not None:
-        scale = scale.to(like.device, torch.float32)[:, None, :, None]
-    found = Layout([], [], start)
-    masks: dict[tuple, torch.Tensor] = {}
-    for part in method.parts():
-        shift = part.query(queries) - method.held(queries)
-        table = shift_table(source, plan, shift, like) if shift.any() else None
-        mine = list(_shares(part, method, source, plan, positions, slots, start, like))
-        numbers = range(len(found.shares), len(found.shares) + len(mine))
-        found.shares += mine
-        for begin, end in _cuts(mine, length, kernels.rows_per_block(like.device, groups, banded=part.is_band)):
-            pieces = [
-                Piece(number, first, last, _mask(share, begin, end, first, last, groups, like, masks))
-                for number, share in zip(numbers, mine, strict=True)
-                for first, last in _spans(share, begin, end)
+        scale = scale.to(value.device, torch.float32)[:, None, :, None]
+    cutter = _Cutter(method, source, plan, queries, groups, value, scale, Layout([Share()], [], start))
+    reaches = [(part, list(_reaches(part, method, positions, slots, start))) for part in method.parts()]
+    return cutter.one_query(reaches) if length == 1 else cutter.blocks(reaches)
+
+
+@dataclass
+class _Cutter:
+    """Makes a layout out of what every part reaches."""
+
+    method: PositionMap
+    source: Source
+    plan: Plan
+    queries: torch.Tensor
+    groups: int
+    value: torch.Tensor
+    scale: torch.Tensor | None
+    found: Layout
+    masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
+
+    def table(self, shift: torch.Tensor) -> Table | None:
+        return shift_table(self.source, self.plan, shift, self.value) if shift.any() else None
+
+    def share(self, spans: list[tuple[int, int]], shift: torch.Tensor) -> int:
+        """Keys turned by (axes, batch, length) ``shift``; the number of their share."""
+        self.found.shares.append(Share(spans, shift_table(self.source, self.plan, shift, self.value)))
+        return len(self.found.shares) - 1
+
+    def block(self, begin: int, end: int, table: Table | None, pieces: list[Piece]) -> None:
+        if pieces:
+            rows = None if table is None else (table[0][:, :, begin:end], table[1][:, :, begin:end])
+            scale = None if self.scale is None else self.scale[:, :, begin:end]
+            self.found.blocks.append(Block(begin, end, rows, scale, pieces))
+
+    def blocks(self, reaches: list[tuple[Part, list[Reach]]]) -> Layout:
+        """Many queries: blocks of them, part by part."""
+        length, held = self.queries.shape[-1], self.method.held(self.queries)
+        for part, mine in reaches:
+            table = self.table(part.query(self.queries) - held)
+            shares = [
+                (reach, 0, 0)
+                if reach.shift is None
+                else (reach, self.share([(reach.start, reach.stop)], reach.shift), reach.start)
+                for reach in mine
             ]
-            if pieces:
-                rows = None if table is None else (table[0][:, :, begin:end], table[1][:, :, begin:end])
-                found.blocks.append(Block(begin, end, rows, None if scale is None else scale[:, :, begin:end], pieces))
-    return found
+            most = kernels.rows_per_block(self.value.device, self.groups, banded=part.is_band)
+            for begin, end in _cuts(mine, length, most):
+                pieces = [
+                    Piece(number, first - shown, last - shown, self.mask(reach, begin, end, first, last))
+                    for reach, number, shown in shares
+                    for first, last in _spans(reach, begin, end)
+                ]
+                self.block(begin, end, table, pieces)
+        return self.found
+
+    def one_query(self, reaches: list[tuple[Part, list[Reach]]]) -> Layout:
+        """One query a row, where every call counts: whatever is to be turned lies side by side, turned so far that
+        all of it meets the query where the last part sees it from."""
+        held, frame = self.method.held(self.queries), reaches[-1][0].query(self.queries)
+        copied: list[tuple[Reach, int, int, torch.Tensor]] = []
+        for part, mine in reaches:
+            seen_from, standing = part.query(self.queries), []
+            for reach in mine:
+                stop = reach.stop
+                if reach.shift is None:
+                    stop -= (reach.stop - reach.start) % kernels.splits(self.value, reach.stop - reach.start)
+                    standing.append(Piece(0, reach.start, stop, self.mask(reach, 0, 1, reach.start, stop)))
+                    if stop < reach.stop:
+                        copied.append((reach, stop, reach.stop, (frame - seen_from).expand(-1, -1, reach.stop - stop)))
+                else:
+                    copied.append((reach, reach.start, stop, reach.shift + (frame - seen_from)))
+            if part is not reaches[-1][0]:
+                self.block(0, 1, self.table(seen_from - held), standing)
+        if copied:
+            masks = [self.mask(reach, 0, 1, first, last) for reach, first, last, _ in copied]
+            number = self.share(
+                [(first, last) for _, first, last, _ in copied], torch.cat([shift for *_, shift in copied], dim=-1)
+            )
+            standing.append(
+                Piece(
+                    number,
+                    0,
+                    sum(last - first for _, first, last, _ in copied),
+                    self.joined(masks, [last - first for _, first, last, _ in copied]),
+                )
+            )
+        self.block(0, 1, self.table(frame - held), standing)
+        return self.found
+
+    def mask(self, reach: Reach, begin: int, end: int, first: int, last: int) -> kernels.Mask:
+        """What of the slots first to last a block of queries sees of a reach."""
+        low, high = reach.low[:, begin:end] - first, reach.high[:, begin:end] - first
+        if low.max() <= 0 and high.min() >= last - first:
+            return None
+        rows = end - begin
+        if (
+            rows >= kernels.CAUSAL_ROWS
+            and (low <= 0).all()
+            and torch.equal(high, torch.arange(1, rows + 1).expand_as(high))
+        ):
+            return kernels.CAUSAL
+        low, high = low.clamp(0, last - first), high.clamp(0, last - first)
+        if (low == low[:1]).all() and (high == high[:1]).all():
+            low, high = low[:1], high[:1]
+        name = (last - first, low.numpy().tobytes(), high.numpy().tobytes())
+        if name not in self.masks:
+            slots = torch.arange(last - first)
+            hidden = ((slots < low[..., None]) | (slots >= high[..., None])).repeat(1, self.groups, 1)[:, None]
+            # Finite, so that a row without a key in this piece has a log-sum-exp.
+            self.masks[name] = self.nothing(hidden.shape).masked_fill_(
+                hidden.to(self.value.device), torch.finfo(self.value.dtype).min / 2
+            )
+        return self.masks[name]
+
+    def joined(self, masks: list[kernels.Mask], widths: list[int]) -> kernels.Mask:
+        """One mask for keys side by side, each of which has its own or none."""
+        batch = max((len(mask) for mask in masks if isinstance(mask, torch.Tensor)), default=0)
+        if not batch:
+            return None
+        return torch.cat([
+            mask.expand(batch, -1, -1, -1) if isinstance(mask, torch.Tensor)
+            else self.nothing((batch, 1, self.groups, width))
+            for mask, width in zip(masks, widths, strict=True)
+        ], dim=-1)  # fmt: skip
+
+    def nothing(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.value.dtype, device=self.value.device)
 
 
-def _shares(part, method, source, plan, positions, slots, start, like) -> Iterator[Share]:
+def _reaches(part, method, positions, slots, start) -> Iterator[Reach]:
     """What the queries see of one part, apart by how the cache holds it."""
     places = positions.queries.cpu().amax(0)
     first = places - (torch.arange(slots - places.shape[1], slots) - start)  # position of the first slot of the run
     for least, most, plain in _held_ranges(method):
-        low, high = _reach(part, places)
+        low, high = _sight(part, places)
         low = start + (low.clamp(min=least) - first).clamp(min=0)
         high = start + (high.clamp(max=most) - first).clamp(min=0)
         seen = low < high
         if not seen.any():
             continue
         begin, end = int(low[seen].min()), int(high.max())
-        key = None
+        shift = None
         if plain is not None and plain != part.plain_keys:
             span = positions.keys[..., begin:end].cpu()
             shift = span - method.far(span)
-            key = shift_table(source, plan, shift if part.plain_keys else -shift, like)
-        yield Share(torch.minimum(low, high), high, key, begin, end)
+            shift = shift if part.plain_keys else -shift
+        yield Reach(torch.minimum(low, high), high, begin, end, shift)
 
 
 def _held_ranges(method: PositionMap) -> list[tuple[int, int, bool | None]]:
@@ -261,21 +389,21 @@ def _held_ranges(method: PositionMap) -> list[tuple[int, int, bool | None]]:
     return [(0, method.plain_until, True), (method.plain_until, endless, False)]
 
 
-def _reach(part: Part, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sight(part: Part, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of the first key that queries at ``places`` see in a part, and of the first that they do not."""
     block = places // part.block
     lowest = torch.zeros_like(places) if part.last is None else ((block - part.last + 1) * part.block).clamp(min=0)
     return lowest, torch.minimum((block - part.first + 1) * part.block, places + 1).clamp(min=0)
 
 
-def _cuts(shares: list[Share], length: int, rows: int) -> Iterator[tuple[int, int]]:
+def _cuts(reaches: list[Reach], length: int, rows: int) -> Iterator[tuple[int, int]]:
     """First and last query of every block."""
     jumps = torch.zeros(length, dtype=torch.bool)
-    for share in shares:
-        for edge in (share.low, share.high):
+    for reach in reaches:
+        for edge in (reach.low, reach.high):
             step = edge[:, 1:] - edge[:, :-1]
             jumps[1:] |= ((step > 1) | (step < 0)).any(0)
-        seen = share.low < share.high
+        seen = reach.low < reach.high
         jumps[1:] |= (seen[:, 1:] != seen[:, :-1]).any(0)
     at = jumps.nonzero().flatten().tolist()
     borders = [0, *(at if len(at) <= length // _SPARSE + 1 else ()), length]
@@ -284,9 +412,9 @@ def _cuts(shares: list[Share], length: int, rows: int) -> Iterator[tuple[int, in
             yield begin, min(begin + rows, last)
 
 
-def _spans(share: Share, begin: int, end: int) -> list[tuple[int, int]]:
+def _spans(reach: Reach, begin: int, end: int) -> list[tuple[int, int]]:
     """The slots that a block sees, cut into those that all of its rows see and the fringes before and behind."""
-    low, high = share.low[:, begin:end], share.high[:, begin:end]
+    low, high = reach.low[:, begin:end], reach.high[:, begin:end]
     seen = low < high
     if not seen.any():
         return []
@@ -295,31 +423,6 @@ def _spans(share: Share, begin: int, end: int) -> list[tuple[int, int]]:
     outer -= outer < last
     spans = [(first, last)] if inner >= outer else [(first, inner), (inner, outer), (outer, last)]
     return [(start, stop) for start, stop in spans if start < stop]
-
-
-def _mask(share: Share, begin: int, end: int, first: int, last: int, groups: int, like: torch.Tensor, masks: dict):
-    low, high = share.low[:, begin:end] - first, share.high[:, begin:end] - first
-    if low.max() <= 0 and high.min() >= last - first:
-        return None
-    rows = end - begin
-    if (
-        rows >= kernels.CAUSAL_ROWS
-        and (low <= 0).all()
-        and torch.equal(high, torch.arange(1, rows + 1).expand_as(high))
-    ):
-        return kernels.CAUSAL
-    low, high = low.clamp(0, last - first), high.clamp(0, last - first)
-    if (low == low[:1]).all() and (high == high[:1]).all():
-        low, high = low[:1], high[:1]
-    name = (last - first, low.numpy().tobytes(), high.numpy().tobytes())
-    if name not in masks:
-        slots = torch.arange(last - first)
-        hidden = ((slots < low[..., None]) | (slots >= high[..., None])).repeat(1, groups, 1)[:, None].to(like.device)
-        # Finite, so that a row without a key in this piece has a log-sum-exp.
-        masks[name] = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
-            hidden, torch.finfo(like.dtype).min / 2
-        )
-    return masks[name]
 
 
 # --- the computation -------------------------------------------------------------------------------------------------
@@ -333,24 +436,36 @@ class Work:
     plan: Plan
     scale: float
 
-    def keys(self, key: torch.Tensor, reuse: bool = False) -> list[tuple[torch.Tensor, int]]:
-        """Per share its keys, turned, and the slot of the first of them.
+    def shares(
+        self, key: torch.Tensor, value: torch.Tensor, reuse: bool = False
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of every share.
 
         Args:
-            reuse: overwrite those of the last layer, whose memory is warm
+            reuse: overwrite the copies of the last layer, whose memory is warm
         """
         found = []
         for number, share in enumerate(self.layout.shares):
             if share.key is None:
-                found.append((key, 0))
+                found.append((key, value))
                 continue
-            span, name = key[:, :, share.start : share.stop], (number, key.shape[1])
-            width = share.key[0].shape[-1]
-            if reuse and name not in self.layout.scratch:
-                self.layout.scratch[name] = torch.empty(*span.shape[:-1], width, dtype=key.dtype, device=key.device)
-            out = self.layout.scratch[name] if reuse else None
-            found.append((turn(span, share.key, self.plan, out=out), share.start))
+            keys, values = (
+                _of_spans(states, share.spans, self._scratch(reuse, number, name, states, share, states.shape[-1]))
+                for name, states in (("key", key), ("value", value))
+            )
+            out = self._scratch(reuse, number, "turned", key, share, share.key[0].shape[-1])
+            found.append((turn(keys, share.key, self.plan, out=out), values))
         return found
+
+    def _scratch(self, reuse: bool, number: int, use: str, states: torch.Tensor, share: Share, width: int):
+        """Memory for copies of ``states``, None where it must be new."""
+        if not reuse or (use != "turned" and len(share.spans) == 1):
+            return None
+        shape = (*states.shape[:2], sum(stop - start for start, stop in share.spans), width)
+        name = (number, use, shape)
+        if name not in self.layout.scratch:
+            self.layout.scratch[name] = states.new_empty(shape)
+        return self.layout.scratch[name]
 
     def queries(self, query: torch.Tensor, block: Block, heads: int) -> torch.Tensor:
         """A block of queries, (batch, key heads, groups * rows, dim)."""
@@ -372,19 +487,25 @@ def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, work: W
     """
     batch, heads, length, dim = query.shape
     groups, wide = heads // key.shape[1], torch.promote_types(query.dtype, torch.float32)
-    keys = work.keys(key, reuse=True)
-    output = torch.empty(batch, length, heads, dim, dtype=wide, device=query.device)
-    sums = torch.empty(batch, key.shape[1], groups, length, dtype=wide, device=query.device)
-    covered = 0
-    for (begin, end), blocks in itertools.groupby(work.layout.blocks, lambda block: (block.begin, block.end)):
+    shares = work.shares(key, value, reuse=True)
+
+    def attended(blocks: Iterable[Block]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         found = []
         for block in blocks:
             rows = work.queries(query, block, key.shape[1])
             for piece in block.pieces:
-                turned, first = keys[piece.share]
-                here = turned[:, :, piece.start - first : piece.stop - first]
-                values = value[:, :, piece.start : piece.stop]
-                found.append(kernels.attend(rows, here, values, work.scale, piece.mask, groups))
+                keys, values = (states[:, :, piece.start : piece.stop] for states in shares[piece.share])
+                found += kernels.attend(rows, keys, values, work.scale, piece.mask, groups)
+        return found
+
+    if length == 1:
+        merged, total = merge(attended(work.layout.blocks))
+        return unfold(merged, groups).transpose(1, 2).to(query.dtype), total[..., None]
+    output = torch.empty(batch, length, heads, dim, dtype=wide, device=query.device)
+    sums = torch.empty(batch, key.shape[1], groups, length, dtype=wide, device=query.device)
+    covered = 0
+    for (begin, end), blocks in itertools.groupby(work.layout.blocks, lambda block: (block.begin, block.end)):
+        found = attended(blocks)
         if begin < covered:
             found.append(
                 (fold(output[:, begin:end].transpose(1, 2), key.shape[1]), sums[..., begin:end].flatten(2, 3))
@@ -398,41 +519,50 @@ def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, work: W
 
 def backward(grad, query, key, value, output, sums: torch.Tensor, work: Work):
     """Gradients of query, key and value; ``grad`` and ``output`` are (batch, queries, heads, dim)."""
-    heads, groups, shares = key.shape[1], query.shape[1] // key.shape[1], work.layout.shares
-    keys = work.keys(key)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    grad_query = torch.zeros(query.shape, dtype=wide, device=query.device)
-    grad_key = torch.zeros(key.shape, dtype=wide, device=key.device)
-    grad_value = torch.zeros(value.shape, dtype=wide, device=value.device)
-    # Gradients of keys that a share turned wait to be turned back; the others are added up at once.
+    heads, groups, shares = key.shape[1], query.shape[1] // key.shape[1], work.shares(key, value)
+    grad_query, grad_key, grad_value = (
+        torch.zeros(states.shape, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+        for states in (query, key, value)
+    )
+    # Gradients of copies wait to be turned back; the others are added up at once.
     grads = [
-        grad_key if share.key is None else torch.zeros(turned.shape, dtype=wide, device=key.device)
-        for share, (turned, _) in zip(shares, keys, strict=True)
+        (grad_key, grad_value) if share.key is None else tuple(map(grad_key.new_zeros, (keys.shape, values.shape)))
+        for share, (keys, values) in zip(work.layout.shares, shares, strict=True)
     ]
     for block in work.layout.blocks:
         rows, total = work.queries(query, block, heads), sums[..., block.begin : block.end].flatten(2, 3)
         whole, whole_grad = (
             fold(states[:, block.begin : block.end].transpose(1, 2), heads) for states in (output, grad)
         )
-        grad_rows = torch.zeros(rows.shape, dtype=wide, device=query.device)
+        grad_rows = torch.zeros(rows.shape, dtype=grad_query.dtype, device=query.device)
         for piece in block.pieces:
-            turned, first = keys[piece.share]
-            here = slice(piece.start - first, piece.stop - first)
-            values = value[:, :, piece.start : piece.stop]
+            here = slice(piece.start, piece.stop)
+            keys, values = (states[:, :, here] for states in shares[piece.share])
             found = kernels.attend_backward(
-                whole_grad, rows, turned[:, :, here], values, whole, total, work.scale, piece.mask, groups
+                whole_grad, rows, keys, values, whole, total, work.scale, piece.mask, groups
             )
             grad_rows += found[0]
-            grads[piece.share][:, :, here] += found[1]
-            grad_value[:, :, piece.start : piece.stop] += found[2]
+            for states, part in zip(grads[piece.share], found[1:], strict=True):
+                states[:, :, here] += part
         grad_rows = unfold(grad_rows, groups)
         if block.table is not None:
             grad_rows = turn(grad_rows, block.table, work.plan, back=True)
         grad_query[:, :, block.begin : block.end] += grad_rows if block.scale is None else grad_rows * block.scale
-    for share, found in zip(shares, grads, strict=True):
+    for share, (of_keys, of_values) in zip(work.layout.shares, grads, strict=True):
         if share.key is not None:
-            grad_key[:, :, share.start : share.stop] += turn(found, share.key, work.plan, back=True)
+            _add_to_spans(grad_key, turn(of_keys, share.key, work.plan, back=True), share.spans)
+            _add_to_spans(grad_value, of_values, share.spans)
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _of_spans(states: torch.Tensor, spans: list[tuple[int, int]], out: torch.Tensor | None = None) -> torch.Tensor:
+    found = [states[:, :, start:stop] for start, stop in spans]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2, out=out)
+
+
+def _add_to_spans(states: torch.Tensor, found: torch.Tensor, spans: list[tuple[int, int]]) -> None:
+    for (start, stop), part in zip(spans, found.split([stop - start for start, stop in spans], dim=2), strict=True):
+        states[:, :, start:stop] += part
 
 
 def fold(states: torch.Tensor, heads: int) -> torch.Tensor:

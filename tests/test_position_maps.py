@@ -469,7 +469,7 @@ def test_plain_kernels_equal_fused_ones(mask):
     hidden = torch.ones(9, 9).triu(1).bool().repeat(2, 1)
     numbers = torch.zeros(1, 1, 18, 9, dtype=torch.float64).masked_fill_(hidden, -1e300)
     given = (0.3, numbers if mask == "numbers" else mask, 2)
-    fused, plain = (
+    (fused,), plain = (
         kernels.attend(query, key, value, *given),
         kernels.plain(query, key, value, 0.3, numbers if mask else None),
     )
@@ -480,6 +480,27 @@ def test_plain_kernels_equal_fused_ones(mask):
     plain = kernels.plain_backward(grad, query, key, value, *whole, 0.3, numbers if mask else None)
     for one, other in zip(fused, plain, strict=True):
         assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("method", "cores"), [(METHODS[0], 2), (METHODS[1], 3), ("dca:chunk_size=12,local_window=4", 3)]
+)
+def test_one_query_shares_its_keys_among_the_cores_gradient(method, cores, monkeypatch):
+    model = llama(method, num_key_value_heads=1)
+    ids = tokens(1, 90)
+    whole = model(ids)
+    (expected,) = torch.autograd.grad(whole.logits[0, -1].sum(), model.model.embed_tokens.weight)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.setattr(kernels, "_SPLIT_KEYS", 4)
+    seen = []
+    kernel = kernels._attend
+    monkeypatch.setattr(kernels, "_attend", lambda query, *rest: seen.append(len(query)) or kernel(query, *rest))
+    first = model(ids[:, :-1])
+    last = model(ids[:, -1:], **{CACHE: first[CACHE]})
+    (found,) = torch.autograd.grad(last.logits[0, -1].sum(), model.model.embed_tokens.weight)
+    assert max(seen) == cores
+    assert_close(last.logits[0, -1], whole.logits[0, -1], atol=1e-4, rtol=0)
+    assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
 
 
 class Largest(TorchDispatchMode):
