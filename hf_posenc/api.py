@@ -11,11 +11,22 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import adapters, attention, persistence, twin
-from .families import Family, UnsupportedMethodError, is_nested, locate, rotary_sites, text_config_of
+from . import adapters, attention, embeddings, persistence, twin  # noqa: F401 (embeddings registers its kinds)
+from .families import (
+    Family,
+    UnsupportedMethodError,
+    is_nested,
+    locate,
+    require_rotation,
+    rotary_sites,
+    text_config_of,
+)
 from .journal import Journal
-from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method
+from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, Rope
+from .methods.bias import BiasMethod
+from .methods.nope import NoPE
 from .methods.position_map import PositionMap, Stack
+from .methods.rope import Grounded, RoPE, inside
 from .registry import create, registered
 from .rotary import (
     LENGTH_DEPENDENT,
@@ -30,6 +41,7 @@ from .rotary import (
     strip_scaling,
     write_frequencies,
 )
+from .turning import Source
 
 logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -83,6 +95,15 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
         TypeError: no transformers model, or a parameter of the wrong type.
     """
     chosen = create(method, **parameters)
+    _put(model, chosen, tokenizer)
+    if chosen.traits.needs_training:
+        logger.warning(
+            "%s: this model was not trained with it and writes nonsense until it has been fine-tuned.", chosen
+        )
+    return model
+
+
+def _put(model: nn.Module, chosen: Method, tokenizer: Any = None) -> None:
     root, owner = _root_and_owner(model, chosen)
     previous = _patch_of(owner)
     if previous is not None:
@@ -109,7 +130,6 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
         if isinstance(error, UnsupportedMethodError):
             raise _refusal(model, chosen, error) from error
         raise
-    return model
 
 
 def unpatch(model: Model) -> Model:
@@ -164,19 +184,25 @@ def methods(model: nn.Module | None = None) -> list[str]:
         main_rope(family, ropes)
     except UnsupportedMethodError:
         return []
-    names = [name for name, method in registered().items() if issubclass(method, FrequencyMethod)]
+    able: list[type[Method]] = [NoPE] if family.native else [FrequencyMethod]
     try:
-        twin.plan(family)
+        for one in family.each():
+            twin.plan(one)
         for module in model.modules():
             adapters.refuse_prefixes(module, "a method inside attention")
+        able.append(BiasMethod)
+        able += [RoPE] if family.native else [LengthMethod]
+        able += [PositionMap] if _takes_position_maps(family, ropes) else []
     except UnsupportedMethodError:
-        return names
-    moves = _takes_position_maps(family, ropes)
-    return [name for name, method in registered().items() if moves or not issubclass(method, PositionMap)]
+        pass
+    fit = {name: method for name, method in registered().items() if issubclass(method, tuple(able))}
+    return [name for name, method in fit.items() if family.native is not None or method is not RoPE]
 
 
 def _takes_position_maps(family: Family, ropes: Ropes) -> bool:
     """Whether position maps fit with the scaling that the checkpoint came with."""
+    if family.native is not None:
+        return False
     entry = persistence.recorded(family.root.config)
     parameters = entry["original"]["rope_parameters"] if entry else family.config.rope_parameters
     entries = [one for one in parameters.values() if isinstance(one, dict)] if is_nested(parameters) else [parameters]
@@ -219,7 +245,7 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> Any:
 
 def _put_back(model: Any, method: str, saved: PreTrainedConfig) -> Any:
     """Patch with the method that the configuration ``saved`` records."""
-    patch(model, method)
+    _put(model, create(method))
     persistence.warn_of_edits(saved, locate(model).root.config)
     return model
 
@@ -243,7 +269,7 @@ def _load_adapter(path: str | Path, **kwargs: Any) -> Any:
     else:
         base, _ = persistence.load_base(base_path, **kwargs)
         persistence.check_base(entry, base.config, path)
-        patch(base, entry["method"])
+        _put(base, create(entry["method"]))
     return PeftModel.from_pretrained(base, path, config=config, **settings)
 
 
@@ -252,6 +278,8 @@ def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -
     family = locate(model)
     ropes = read_ropes(family)
     rope = main_rope(family, ropes)
+    if family.native is not None and isinstance(method, RoPE | Grounded):
+        rope = (method.ground if isinstance(method, Grounded) else method).rotation(rope)
     method = method.fill(rope)
     before = copy.deepcopy(family.config)
     original = persistence.original_of(family.config, rope.length)
@@ -265,12 +293,16 @@ def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -
         journal.set(tokenizer, "model_max_length", length)
     # transformers warns of a factor that is not the ratio of the lengths, which in a stack is that of the base alone.
     _set_length(family, method.base.extended_length(rope) if isinstance(method, Stack) else length, journal)
-    native = _change_rotation(model, family, method, ropes, journal)
-    _set_length(family, length, journal)
-    twin.align_settings(locate(model), before, journal)
+    if family.native is None:
+        native = _change_rotation(model, family, method, ropes, journal)
+        _set_length(family, length, journal)
+        twin.align_settings(locate(model), before, journal)
+    else:
+        native = _replace_native(model, family, method, rope, journal)
     persistence.record(model, family, method, original, native, journal)
     logger.info(
-        "%s: %s on %d rotary module(s)%s, context %s -> %s tokens.", family.title, method, len(family.sites),
+        "%s: %s in place of %s%s, context %s -> %s tokens.", family.title, method,
+        family.native.title if family.native else f"the rotation of {len(family.sites)} module(s)",
         "" if native else ", which plain transformers cannot express", rope.length, length or "open",
     )  # fmt: skip
     return method
@@ -284,6 +316,10 @@ def _set_length(family: Family, length: int | None, journal: Journal) -> None:
 
 def _change_rotation(model: nn.Module, family: Family, method: Method, ropes: Ropes, journal: Journal) -> bool:
     """Returns whether plain transformers can build the same."""
+    if isinstance(method, RoPE | Grounded):
+        raise UnsupportedMethodError(
+            f"{family.title} has a rotation of its own: leave 'rope' out, or take 'abf' for another base."
+        )
     if isinstance(method, FrequencyMethod) and not method.acts_in_attention:
         mark = len(journal.entries)
         try:
@@ -302,16 +338,48 @@ def _change_rotation(model: nn.Module, family: Family, method: Method, ropes: Ro
         strip_scaling(family, journal)
         tables = {index: [(slot, *method.trained(rope)) for slot, rope in slots] for index, slots in ropes.items()}
         fill_frequencies(family, method, tables, journal)
+    elif isinstance(method, BiasMethod):
+        if method.keep_rope:
+            keep_frequencies(family, method, ropes, journal)
+        else:
+            write_frequencies(family, NoPE(), ropes, journal)
     else:
-        top = method.top if isinstance(method, Stack) else method
-        assert isinstance(top, PositionMap)
+        moving = method.top if isinstance(method, Stack) else method
+        assert isinstance(moving, PositionMap)
         if isinstance(method, Stack):
             write_frequencies(family, method.base, ropes, journal)
         else:
             keep_frequencies(family, method, ropes, journal)
-        move_positions(locate(model), top, ropes)
+        move_positions(locate(model), moving, ropes)
         capacity = method.capacity(rope)
-    attention.install(locate(model), method, capacity, ropes, plans, model, journal)
+    changed, top = locate(model), method.top if isinstance(method, Stack) else method
+    attention.install(changed, method, top, attention.rotations(changed, ropes), plans, model, journal, capacity)
+    return False
+
+
+def _replace_native(model: nn.Module, family: Family, method: Method, rope: Rope, journal: Journal) -> bool:
+    """Give a model without a rotation something else; returns whether plain transformers can build the same."""
+    assert family.native is not None
+    if isinstance(method, NoPE):
+        family.native.silence(journal)
+        return False
+    top: AttentionMethod
+    frequencies, capacity = rope.frequencies, None
+    if isinstance(method, RoPE | Grounded):
+        method.check(rope)
+        top, frequencies = inside(method, rope)
+        capacity = method.capacity(rope)
+    elif isinstance(method, BiasMethod):
+        if method.keep_rope:
+            raise UnsupportedMethodError(f"{family.title} has no rotation to keep: leave out keep_rope.")
+        top = method
+    else:
+        require_rotation(family, str(method))
+    plans = [(one, family.native.plans(one)) for one in family.each()]
+    family.native.silence(journal)
+    for one, mine in plans:
+        sources = {0: Source(rope, frequencies)}
+        attention.install(one, method, top, sources, mine, model, journal, capacity)
     return False
 
 
@@ -339,7 +407,8 @@ def _forget_record(family: Family, journal: Journal) -> None:
     ]
     for config, original in fresh:
         for name in ("rope_parameters", "max_position_embeddings"):
-            journal.set(config, name, copy.deepcopy(getattr(original, name)))
+            if hasattr(original, name):
+                journal.set(config, name, copy.deepcopy(getattr(original, name)))
     for config in {id(config): config for config in (family.root.config, family.config)}.values():
         journal.forget(config, "hf_posenc")
         journal.forget(config, "attn_implementation")
@@ -348,7 +417,8 @@ def _forget_record(family: Family, journal: Journal) -> None:
             journal.set(config, "_attn_implementation_internal", stock)
     for site in family.sites:
         journal.swap(site.parent, site.name, site.rebuild(site.config))
-    twin.align_settings(locate(family.root), before, journal)
+    if family.native is None:
+        twin.align_settings(locate(family.root), before, journal)
 
 
 def _root_and_owner(model: nn.Module, method: Method) -> tuple[PreTrainedModel, PreTrainedModel]:

@@ -15,13 +15,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from . import adapters, compat, compiled, context, lengths, positions, twin, two_part
+from . import adapters, biases, compat, compiled, context, lengths, positions, twin, two_part
 from .context import Call, Context, Layer, Scheme
 from .families import Family, Site, Slot, UnsupportedMethodError, live_modules
 from .guard import NOT_IN_FORCE
 from .journal import Journal
-from .methods.base import AttentionMethod, LengthMethod, Rope
-from .methods.position_map import Stack
+from .methods.base import AttentionMethod, LengthMethod, Method, Rope
+from .methods.bias import BiasMethod
 from .rotary import Ropes
 from .turning import Source
 from .twin import Plan
@@ -72,11 +72,13 @@ def attention_forward(
     if layer.plan.source is None:
         mask = context.rows(scheme.stock, attention_mask, key.shape[2], 0, length, causal, query)
         return stock(module, query, key, value, mask, **kwargs)
-    here = hf_posenc if hf_posenc is not None else scheme.context
+    here = hf_posenc if hf_posenc is not None else scheme.here.context
     if here is None:
         raise RuntimeError("Positions did not reach attention: call the model itself, not one of its layers.")
     places = here.positions.of_keys(slots)[..., : key.shape[2]]
     call = Call(module, layer, here, query, key, value, places, attention_mask, causal, stock, kwargs)
+    if isinstance(scheme.method, BiasMethod):
+        return biases.attend(call)
     if isinstance(scheme.method, LengthMethod):
         return lengths.attend(call)
     return compiled.attend(call) if torch.compiler.is_compiling() else two_part.attend(call)
@@ -105,7 +107,7 @@ def before_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     if scheme.forwards:
         named["hf_posenc"] = Context(found)
     else:
-        scheme.context = Context(found)
+        scheme.here.context = Context(found)
     return (), named
 
 
@@ -125,7 +127,7 @@ def _warn_beyond(scheme: Scheme, found: positions.Positions) -> None:
 def after_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     """Hook: a cache that the model made for itself learns the positions of what it holds."""
     scheme: Scheme = vars(owner)["_hf_posenc"]
-    context = kwargs.get("hf_posenc", scheme.context)
+    context = kwargs["hf_posenc"] if scheme.forwards else scheme.here.context
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
     for value in values:
         if isinstance(value, Cache) and context is not None:
@@ -135,7 +137,7 @@ def after_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any], output:
 def send_with_rotation(rotary: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     """Hook of a rotary module, where keyword arguments do not reach attention: its answer does, recomputed or not."""
     for part in output if isinstance(output, tuple) else (output,):
-        part._hf_posenc = vars(rotary)["_hf_posenc"].context
+        part._hf_posenc = vars(rotary)["_hf_posenc"].here.context
 
 
 def take_from_rotation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -143,7 +145,7 @@ def take_from_rotation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     for value in (*args, *kwargs.values()):
         part = value[0] if isinstance(value, tuple) and value else value
         if getattr(part, "_hf_posenc", None) is not None:
-            vars(module)["_hf_posenc"].scheme.context = part._hf_posenc
+            vars(module)["_hf_posenc"].scheme.here.context = part._hf_posenc
 
 
 def keep_implementation(owner: nn.Module) -> None:
@@ -164,19 +166,22 @@ def keep_implementation(owner: nn.Module) -> None:
 
 def install(
     family: Family,
-    method: AttentionMethod,
-    capacity: int | None,
-    ropes: Ropes,
+    method: Method,
+    inside: AttentionMethod,
+    sources: dict[int, Source],
     plans: list[Plan],
     wrapper: nn.Module,
     journal: Journal,
+    capacity: int | None = None,
 ) -> None:
     """Put the attention function in charge of every layer that ``method`` changes.
 
     Args:
-        capacity: tokens beyond which to warn
+        inside: what attention carries out of it
+        sources: rotations by the number that plans know them by; layers with another one, or none, stay as they are
         plans: from ``twin.plan``
         wrapper: the object that was given to ``patch``, which may hold the model inside
+        capacity: tokens beyond which to warn
 
     Raises:
         UnsupportedMethodError: nothing would change, or this model cannot be changed inside attention.
@@ -189,32 +194,22 @@ def install(
         )
     for module in wrapper.modules():
         adapters.refuse_prefixes(module, method)
-    slots = [(index, slot.label) for index, site in enumerate(family.sites) for slot in site.slots]
-    sources = {
-        slots.index((index, slot.label)): Source(
-            rope,
-            getattr(family.sites[index].module, slot.buffer).to("cpu", torch.float64),
-            _pair_axes(family.sites[index], slot, rope),
-        )
-        for index, entries in ropes.items()
-        for slot, rope in entries
-    }
     live = live_modules(owner)
     if not any(plan.source in sources for plan in plans):
         raise UnsupportedMethodError(f"{method} would change no layer of {family.title}.")
     parameters = list(inspect.signature(owner.forward).parameters)
     forwards = all("hf_posenc" in plan.keywords for plan in plans)
-    inside = method.top if isinstance(method, Stack) else method
-    holder = "" if isinstance(method, LengthMethod) else str(method)
+    holder = "" if isinstance(inside, LengthMethod) else str(method)
     scheme = Scheme(inside, sources, stock, parameters, forwards, capacity, holder)
     journal.set(owner, "_hf_posenc", scheme)
     changed_configs = {id(owner.config): owner.config}
     for plan in plans:
         module = live[plan.name]
-        journal.set(
-            module, "_hf_posenc", Layer(scheme, plan if plan.source in sources else replace(plan, source=None))
-        )
+        layer = Layer(scheme, plan if plan.source in sources else replace(plan, source=None))
+        journal.set(module, "_hf_posenc", layer)
         changed_configs[id(module.config)] = module.config
+        if isinstance(inside, BiasMethod) and layer.plan.source is not None:
+            add_parameters(module, inside, plan, journal)
     for name, module in live.items():
         # What the probe did not reach, such as attention to images, shares the configuration: it stays stock.
         if id(vars(module).get("config")) in changed_configs and "_hf_posenc" not in vars(module):
@@ -229,6 +224,28 @@ def install(
             journal.after_forward(site.module, send_with_rotation)
         for plan in plans:
             journal.before_forward(live[plan.name], take_from_rotation)
+
+
+def add_parameters(module: nn.Module, method: BiasMethod, plan: Plan, journal: Journal) -> None:
+    """Give an attention module what a bias learns, as its child ``posenc``."""
+    learned = method.learned(plan.heads, getattr(module, "is_causal", True))
+    if learned is not None:
+        weight = next(module.parameters())
+        journal.add(module, "posenc", learned.to(weight.device))
+
+
+def rotations(family: Family, ropes: Ropes) -> dict[int, Source]:
+    """The rotations that the rotary modules apply, by the number that plans know them by."""
+    slots = [(index, slot.label) for index, site in enumerate(family.sites) for slot in site.slots]
+    return {
+        slots.index((index, slot.label)): Source(
+            rope,
+            getattr(family.sites[index].module, slot.buffer).to("cpu", torch.float64),
+            _pair_axes(family.sites[index], slot, rope),
+        )
+        for index, entries in ropes.items()
+        for slot, rope in entries
+    }
 
 
 def _pair_axes(site: Site, slot: Slot, rope: Rope) -> torch.Tensor | None:

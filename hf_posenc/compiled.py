@@ -9,7 +9,7 @@ import torch
 from . import two_part
 from .context import Call
 from .methods.base import Rope
-from .methods.position_map import PositionMap
+from .methods.position_map import PositionMap, Raw
 from .positions import Positions
 from .registry import parse
 from .turning import Source
@@ -19,7 +19,8 @@ from .twin import Plan
 def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``two_part.attend`` in a graph: the operator without a mask or for one token, the dense path for the rest."""
     method, parts = two_part.parts_of(call)
-    if not two_part.kernels_do(call, parts) or (call.mask is not None and call.query.shape[2] > 1):
+    unnamed = isinstance(method, Raw)  # the operator is told its method by name
+    if unnamed or not two_part.kernels_do(call, parts) or (call.mask is not None and call.query.shape[2] > 1):
         return two_part.dense(call, method, parts)
     plan, source, positions = call.layer.plan, call.layer.source, call.context.positions
     total = positions.total if isinstance(positions.total, torch.Tensor) else None

@@ -1,5 +1,6 @@
 """What the attention of a patched model knows: the scheme in force, the layer it is, and the forward that runs."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,15 @@ class Context:
         return self.shared[name]
 
 
+class Here(threading.local):
+    """The context of the forward that this thread runs."""
+
+    context: Context | None = None
+
+    def __reduce__(self):
+        return Here, ()
+
+
 @dataclass
 class Scheme:
     """A method in force inside attention.
@@ -38,7 +48,7 @@ class Scheme:
         forwards: whether the owner hands keyword arguments down to its attention
         holder: the whole method by whose rule the cache holds keys; empty where they are turned as they were trained
         capacity: tokens beyond which distances appear that were never trained; None without such a limit
-        context: that of the last forward, kept only where it is not handed down; there it travels with the rotation
+        here: the forward that runs, for modules that it is not handed down to; there it travels with the rotation
     """
 
     method: AttentionMethod
@@ -48,7 +58,7 @@ class Scheme:
     forwards: bool
     capacity: int | None = None
     holder: str = ""
-    context: Context | None = None
+    here: Here = field(default_factory=Here)
 
 
 @dataclass

@@ -1,15 +1,21 @@
 """What a model offers: where its rotation is and which configurations describe it. Measured, never listed by name."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .functional import rope_frequencies
+from .journal import Journal
 from .methods.base import Rope
+
+if TYPE_CHECKING:
+    from .twin import Plan
 
 _SCALED_TYPES = {"linear", "dynamic", "yarn", "llama3", "longrope", "hf_posenc"}
 _SCALING_KEYS = {
@@ -96,6 +102,39 @@ class Site:
         return self.rebuild(config)
 
 
+class Native(ABC):
+    """What tells a model without a rotation where its tokens are. Subclasses register in ``NATIVES``.
+
+    Attributes:
+        title: what a user would call it
+        owners: the models whose forward is told positions; a scheme is kept on the first
+    """
+
+    title: ClassVar[str]
+    owners: list[PreTrainedModel]
+
+    @classmethod
+    @abstractmethod
+    def find(cls, root: PreTrainedModel) -> "Native | None":
+        """That of the model ``root``; None where there is none of this kind."""
+
+    @property
+    @abstractmethod
+    def trained_length(self) -> int:
+        """Tokens the model was trained on."""
+
+    @abstractmethod
+    def plans(self, family: "Family") -> "list[Plan]":
+        """How the attention modules of one of the owners would turn, if the model had a rotation."""
+
+    @abstractmethod
+    def silence(self, journal: Journal) -> None:
+        """Take it away, so that tokens carry no position."""
+
+
+NATIVES: list[type[Native]] = []
+
+
 @dataclass
 class Family:
     """A model seen by this package.
@@ -104,11 +143,18 @@ class Family:
         root: the outermost transformers model, whose config is saved
         owner: the model inside it that calls the rotary modules (``LlamaModel``, not ``LlamaForCausalLM``)
         sites: the rotary modules of its text decoder
+        native: what it has instead of them
     """
 
     root: PreTrainedModel
     owner: PreTrainedModel
     sites: list[Site]
+    native: Native | None = None
+
+    def each(self) -> "list[Family]":
+        """One family for every model in it that is told positions, such as encoder and decoder."""
+        owners = self.native.owners if self.native else [self.owner]
+        return [Family(self.root, owner, self.sites, self.native) for owner in owners]
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -136,12 +182,27 @@ def locate(model: nn.Module) -> Family:
     # The types: a model once patched through its inner model has a configuration of its own there.
     owners = [owner for owner, _ in _rotary_modules(root) if owner.config.model_type == text_config.model_type]
     owners.sort(key=lambda owner: owner.config is not text_config)
-    if not owners:
+    if owners:
+        return Family(root, owners[0], rotary_sites(owners[0]))
+    for kind in NATIVES:
+        native = kind.find(root)
+        if native is not None:
+            return Family(root, native.owners[0], [], native)
+    raise UnsupportedMethodError(
+        f"{type(root).__name__} ({root.config.model_type}) has no rotary module with frequencies in its text decoder, "
+        "nor positions of a kind known here."
+    )
+
+
+def require_rotation(family: Family, what: str) -> None:
+    """Raises:
+    UnsupportedMethodError: the model has no rotation for ``what``.
+    """
+    if family.native is not None:
         raise UnsupportedMethodError(
-            f"{type(root).__name__} ({root.config.model_type}) has no rotary module with frequencies in its text "
-            "decoder, so methods that change a rotation do not apply to it."
+            f"{family.title} has {family.native.title} and no rotation, which {what} needs: put one under it, as in "
+            "'rope+yarn:factor=4' or 'self_extend:group_size=4,window=512+rope'."
         )
-    return Family(root, owners[0], rotary_sites(owners[0]))
 
 
 def rotary_sites(owner: PreTrainedModel) -> list[Site]:
@@ -244,10 +305,18 @@ def read_rope(site: Site, slot: Slot, plain: nn.Module) -> Rope:
     )
 
 
-def _head_dim(config: PreTrainedConfig, slot: Slot) -> int:
-    if getattr(config, "is_heterogeneous", False) and slot.label:
+def rope_to_be(family: Family) -> Rope:
+    """The rotation that a model without one could have: plain RoPE over its whole heads."""
+    assert family.native is not None
+    width, length = _head_dim(family.config), family.native.trained_length
+    return Rope(rope_frequencies(10000.0, width), 10000.0, length, length, width, "default", {})
+
+
+def _head_dim(config: PreTrainedConfig, slot: Slot | None = None) -> int:
+    if getattr(config, "is_heterogeneous", False) and slot is not None and slot.label:
         config = config.per_layer_config[slot.label]
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    return int(width or config.hidden_size // config.num_attention_heads)
 
 
 def live_modules(owner: nn.Module) -> dict[str, nn.Module]:

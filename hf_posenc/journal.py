@@ -53,6 +53,23 @@ class _Child:
 
 
 @dataclass
+class _Addition:
+    """A submodule that was not there before."""
+
+    owner: nn.Module
+    name: str
+    module: nn.Module
+
+    def apply(self) -> None:
+        self.owner.add_module(self.name, self.module)
+
+    def revert(self) -> None:
+        # What stands there now: PEFT wraps it.
+        self.module = self.owner.get_submodule(self.name)
+        del self.owner._modules[self.name]
+
+
+@dataclass
 class _Hook:
     """A hook, registered by the method ``register`` of its owner."""
 
@@ -82,7 +99,7 @@ def _swap_child(owner: nn.Module, name: str, new: nn.Module) -> None:
 class Journal:
     """Changes to one model, in the order they were made."""
 
-    entries: list[_Attribute | _Child | _Hook] = field(default_factory=list)
+    entries: list[_Attribute | _Child | _Addition | _Hook] = field(default_factory=list)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of a module or config."""
@@ -98,6 +115,10 @@ class Journal:
         """Replace the submodule ``name`` of ``owner``."""
         self._do(_Child(owner, name, owner.get_submodule(name), module))
 
+    def add(self, owner: nn.Module, name: str, module: nn.Module) -> None:
+        """Add a submodule."""
+        self._do(_Addition(owner, name, module))
+
     def before_forward(self, owner: nn.Module, function: Callable) -> None:
         """Call a module-level ``function(module, args, kwargs)`` ahead of all other forward pre-hooks."""
         self._do(_Hook(owner, "register_forward_pre_hook", function, {"prepend": True, "with_kwargs": True}))
@@ -110,7 +131,7 @@ class Journal:
         """Call a module-level ``function(module, prefix, keep_vars)`` whenever the state dict is taken."""
         self._do(_Hook(owner, "register_state_dict_pre_hook", function, {}))
 
-    def _do(self, entry: _Attribute | _Child | _Hook) -> None:
+    def _do(self, entry: _Attribute | _Child | _Addition | _Hook) -> None:
         entry.apply()
         self.entries.append(entry)
 

@@ -30,8 +30,8 @@ _LOADING = {"dtype", "torch_dtype", "quantization_config", "attn_implementation"
 def original_of(config: PreTrainedConfig, length: int) -> dict[str, Any]:
     """What a configuration said before the scheme: enough to load the model without it."""
     return {
-        "rope_parameters": copy.deepcopy(config.rope_parameters),
-        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": copy.deepcopy(getattr(config, "rope_parameters", None)),
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None),
         "length": length,
     }
 
@@ -58,6 +58,8 @@ def record(
 
 def _guard(family: Family, journal: Journal) -> None:
     """Name our rope type, unless the family builds nothing but types that it lists itself (Phi-3)."""
+    if family.native is not None:
+        return
     mark = len(journal.entries)
     journal.set(family.config, "rope_parameters", guarded(family.config.rope_parameters))
     try:
@@ -100,8 +102,9 @@ def without_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
     if entry is None:
         return config
     text = text_config_of(config)
-    text.rope_parameters = copy.deepcopy(entry["original"]["rope_parameters"])
-    text.max_position_embeddings = entry["original"]["max_position_embeddings"]
+    for name in ("rope_parameters", "max_position_embeddings"):
+        if entry["original"][name] is not None:
+            setattr(text, name, copy.deepcopy(entry["original"][name]))
     for part in (config, text):
         for name in ("hf_posenc", "attn_implementation"):
             vars(part).pop(name, None)
@@ -117,7 +120,9 @@ def warn_of_edits(saved: PreTrainedConfig, restored: PreTrainedConfig) -> None:
         restored: the configuration with the scheme put on anew
     """
     entry = recorded(saved)
-    found, expected = (json.loads(json.dumps(text_config_of(part).rope_parameters)) for part in (saved, restored))
+    found, expected = (
+        json.loads(json.dumps(getattr(text_config_of(part), "rope_parameters", None))) for part in (saved, restored)
+    )
     if entry is not None and found != expected:
         logger.warning(
             "rope_parameters is %s, but the recorded scheme %r stands for %s, which is now in force. Patch and save "

@@ -60,20 +60,29 @@ def parse(text: str, **parameters: Any) -> Method:
 
 
 def join(*methods: Method) -> Method:
-    """One method out of a position map and a frequency method, in either order.
+    """One method out of a position map and a frequency method, in any order, over ``rope`` where a model has none.
 
     Raises:
         ValueError: others, or more of them, that would contend for the same thing.
     """
-    maps = [method for method in methods if isinstance(method, PositionMap)]
+    from .methods.rope import Grounded, RoPE  # which registers itself here
+
+    grounds = [method for method in methods if isinstance(method, RoPE)]
+    maps = [method for method in methods if isinstance(method, PositionMap) and method not in grounds]
     bases = [method for method in methods if isinstance(method, FrequencyMethod)]
-    if len(methods) == 2 and len(maps) == len(bases) == 1:
-        return Stack(maps[0], bases[0])
+    known = len(grounds) + len(maps) + len(bases) == len(methods)
+    if known and max(len(grounds), len(maps), len(bases)) == 1 and len(methods) > 1:
+        inner = Stack(maps[0], bases[0]) if maps and bases else (maps or bases)[0]
+        return Grounded(grounds[0], inner) if grounds else inner
     raise ValueError(
         f"{' + '.join(method.name for method in methods)} do not combine: give one, or a position map "
-        f"({', '.join(name for name, method in registered().items() if issubclass(method, PositionMap))}) over one "
-        "frequency method, as in 'rerope:window=2048+yarn:factor=2'."
+        f"({', '.join(_maps())}) over one frequency method, as in 'rerope:window=2048+yarn:factor=2', over 'rope' "
+        "where a model has no rotation."
     )
+
+
+def _maps() -> list[str]:
+    return [name for name, method in registered().items() if issubclass(method, PositionMap) and name != "rope"]
 
 
 def _parse_one(text: str, part: str, parameters: dict[str, Any]) -> Method:

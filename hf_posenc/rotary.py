@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from . import twin
-from .families import Family, Site, Slot, UnsupportedMethodError, Wrapper, is_global, read_rope
+from .families import Family, Site, Slot, UnsupportedMethodError, Wrapper, is_global, read_rope, rope_to_be
 from .journal import Journal
 from .methods.base import FrequencyMethod, Method, Rope
 from .methods.position_map import PositionMap
@@ -75,6 +75,8 @@ def main_rope(family: Family, ropes: Ropes) -> Rope:
     for slots in ropes.values():
         for _, rope in slots:
             return rope
+    if family.native is not None:
+        return rope_to_be(family)
     raise UnsupportedMethodError(
         f"The layers of {family.title} that rotate see only a window, and those that see the whole text carry no "
         "position: no distance grows with the text, so there is nothing to scale."

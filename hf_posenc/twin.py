@@ -5,7 +5,7 @@ import copy
 import inspect
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,8 @@ class Plan:
         start, stop: the dimensions of a head that turn
         pairing, sign: which dimensions form a pair, and in which sense they turn
         keywords: names of the keyword arguments that reach the attention function
+        heads: query heads
+        width: dimensions of a head
     """
 
     name: str
@@ -86,6 +88,8 @@ class Plan:
     sign: int = 1
     keywords: frozenset[str] = frozenset()
     sliding_window: int | None = None
+    heads: int = 0
+    width: int = 0
 
 
 @dataclass
@@ -178,6 +182,11 @@ def plan(family: Family, attention: str = "hf_posenc") -> list[Plan]:
     return list(plans.values())
 
 
+def plan_unrotated(family: Family) -> list[Plan]:
+    """Plans for a model without a rotation: all of every head is free to turn, by one set of frequencies."""
+    return [replace(layer, source=0, start=0, stop=layer.width) for layer in plan(family)]
+
+
 def _read(family: Family, name: str, query, key, kwargs: dict[str, Any], sources: int) -> Plan:
     keywords = frozenset(kwargs)
     if any("indices" in keyword for keyword in keywords):
@@ -185,12 +194,13 @@ def _read(family: Family, name: str, query, key, kwargs: dict[str, Any], sources
             f"{name} of {family.title} selects keys by an indexer with rotated keys of its own; frequency methods "
             "work on it, methods inside attention do not."
         )
+    heads, width = query.shape[1], query.shape[3]
     # (rows, heads, 1, dim) -> (rows, heads, dim)
     query, key = query[:, :, 0].float(), key[:, :, 0].float()
     using = [source for source in range(sources) if not torch.equal(query[0], query[2 + source])]
     window = kwargs.get("sliding_window")
     if not using:
-        return Plan(name, None, keywords=keywords, sliding_window=window)
+        return Plan(name, None, keywords=keywords, sliding_window=window, heads=heads, width=width)
     if len(using) > 1:
         raise UnsupportedMethodError(f"{name} of {family.title} turns by several sets of frequencies at once.")
     moved = (query[0] != query[1]).any(0).nonzero().flatten().tolist()
@@ -198,7 +208,7 @@ def _read(family: Family, name: str, query, key, kwargs: dict[str, Any], sources
     for pairing in ("half", "interleaved"):
         for sign in (1, -1):
             if all(_turns(states, using[0], start, stop, pairing, sign) for states in (query, key)):
-                return Plan(name, using[0], start, stop, pairing, sign, keywords, window)
+                return Plan(name, using[0], start, stop, pairing, sign, keywords, window, heads, width)
     raise UnsupportedMethodError(
         f"{name} of {family.title} changes queries and keys after the rotation (a weighted norm, say), so no other "
         "rotation can be put on top; frequency methods work on it, methods inside attention do not."

@@ -365,7 +365,7 @@ def _reaches(part, method, positions, slots, start) -> Iterator[Reach]:
     """What the queries see of one part, apart by how the cache holds it."""
     places = positions.queries.cpu().amax(0)
     first = places - (torch.arange(slots - places.shape[1], slots) - start)  # position of the first slot of the run
-    for least, most, plain in _held_ranges(method):
+    for least, most in _held_ranges(method):
         low, high = _sight(part, places)
         low = start + (low.clamp(min=least) - first).clamp(min=0)
         high = start + (high.clamp(max=most) - first).clamp(min=0)
@@ -373,20 +373,17 @@ def _reaches(part, method, positions, slots, start) -> Iterator[Reach]:
         if not seen.any():
             continue
         begin, end = int(low[seen].min()), int(high.max())
-        shift = None
-        if plain is not None and plain != part.plain_keys:
-            span = positions.keys[..., begin:end].cpu()
-            shift = span - method.far(span)
-            shift = shift if part.plain_keys else -shift
-        yield Reach(torch.minimum(low, high), high, begin, end, shift)
+        span = positions.keys[..., begin:end].cpu()
+        shift = (span if part.plain_keys else method.far(span)) - method.held(span)
+        yield Reach(torch.minimum(low, high), high, begin, end, shift if shift.any() else None)
 
 
-def _held_ranges(method: PositionMap) -> list[tuple[int, int, bool | None]]:
-    """Ranges of positions, and whether keys there are held plain; None where plain and far need no telling apart."""
+def _held_ranges(method: PositionMap) -> list[tuple[int, int]]:
+    """Ranges of positions where keys are held alike, plain or far."""
     endless = torch.iinfo(torch.int64).max // 2
     if not method.plain_until:
-        return [(0, endless, None)]
-    return [(0, method.plain_until, True), (method.plain_until, endless, False)]
+        return [(0, endless)]
+    return [(0, method.plain_until), (method.plain_until, endless)]
 
 
 def _sight(part: Part, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -582,7 +582,7 @@ def test_wrong_factors(method, factor, error):
         ("yarm", {"factor": 2}, ValueError, "Did you mean 'yarn'"),
         ("YaRN", {"factor": 2}, ValueError, "Did you mean 'yarn'"),
         ("linear", {"factor": 2}, ValueError, "Did you mean 'pi'"),
-        ("zzz", {}, ValueError, "Available: abf, dca, dynamic_ntk"),
+        ("zzz", {}, ValueError, "Available: abf, alibi, dca"),
         (hf_posenc.YaRN(factor=2), {"factor": 4}, TypeError, "already built"),
         (4, {}, TypeError, "yarn:factor=4"),
         (None, {}, TypeError, "yarn:factor=4"),

@@ -88,13 +88,26 @@ PARAMETERS = {
         logn,
     ),
     "logn": st.just({}),
+    "nope": st.just({}),
+    "alibi": st.fixed_dictionaries(
+        {}, optional={"interpolate": factors, "learned_slopes": st.booleans(), "keep_rope": st.booleans()}
+    ),
+    "toeplitz": st.fixed_dictionaries({"max_distance": tokens}, optional={"init": st.sampled_from(["alibi", "zero"])}),
+    "t5_bias": st.integers(2, 1000).flatmap(
+        lambda half: st.fixed_dictionaries(
+            {"num_buckets": st.just(2 * half), "max_distance": st.integers(half + 1, 10**6)},
+            optional={"interpolate": factors},
+        )
+    ),
+    "rope": st.fixed_dictionaries({}, optional={"rope_theta": st.floats(1.5, 1e9)}),
 }
 CLASSES = {
     "pi": hf_posenc.PI, "ntk": hf_posenc.NTK, "abf": hf_posenc.ABF, "ntk_by_parts": hf_posenc.NTKByParts,
     "yarn": hf_posenc.YaRN, "dynamic_ntk": hf_posenc.DynamicNTK, "dynamic_yarn": hf_posenc.DynamicYaRN,
     "llama3": hf_posenc.Llama3, "longrope": hf_posenc.LongRoPE, "partial_rope": hf_posenc.PartialRoPE,
     "self_extend": hf_posenc.SelfExtend, "rerope": hf_posenc.ReRoPE, "leaky_rerope": hf_posenc.LeakyReRoPE,
-    "dca": hf_posenc.DualChunk, "string": hf_posenc.STRING, "logn": hf_posenc.LogN,
+    "dca": hf_posenc.DualChunk, "string": hf_posenc.STRING, "logn": hf_posenc.LogN, "nope": hf_posenc.NoPE,
+    "alibi": hf_posenc.ALiBi, "toeplitz": hf_posenc.Toeplitz, "t5_bias": hf_posenc.T5Bias, "rope": hf_posenc.RoPE,
 }  # fmt: skip
 
 
@@ -126,7 +139,7 @@ def test_every_method_prints_the_string_that_rebuilds_it(name, data):
     assert create(CLASSES[name], **parameters) == method == create(method)
 
 
-MAPS = [name for name, method in CLASSES.items() if issubclass(method, PositionMap)]
+MAPS = [name for name, method in CLASSES.items() if issubclass(method, PositionMap) and name != "rope"]
 BASES = [name for name, method in CLASSES.items() if issubclass(method, FrequencyMethod)]
 
 

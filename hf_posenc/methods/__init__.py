@@ -1,7 +1,9 @@
 """One file per method; importing the package registers them all."""
 
 from .abf import ABF
+from .alibi import ALiBi
 from .base import FrequencyMethod, LengthMethod, Method, Rope, Traits
+from .bias import BiasMethod
 from .dca import DualChunk
 from .dynamic_ntk import DynamicNTK
 from .dynamic_yarn import DynamicYaRN
@@ -9,14 +11,18 @@ from .leaky_rerope import LeakyReRoPE
 from .llama3 import Llama3
 from .logn import LogN
 from .longrope import LongRoPE
+from .nope import NoPE
 from .ntk import NTK
 from .ntk_by_parts import NTKByParts
 from .partial_rope import PartialRoPE
 from .pi import PI
 from .position_map import PositionMap, Stack
 from .rerope import ReRoPE
+from .rope import Grounded, RoPE
 from .self_extend import SelfExtend
 from .string import STRING
+from .t5_bias import T5Bias
+from .toeplitz import Toeplitz
 from .yarn import YaRN
 
 __all__ = [
@@ -24,10 +30,13 @@ __all__ = [
     "NTK",
     "PI",
     "STRING",
+    "ALiBi",
+    "BiasMethod",
     "DualChunk",
     "DynamicNTK",
     "DynamicYaRN",
     "FrequencyMethod",
+    "Grounded",
     "LeakyReRoPE",
     "LengthMethod",
     "Llama3",
@@ -35,12 +44,16 @@ __all__ = [
     "LongRoPE",
     "Method",
     "NTKByParts",
+    "NoPE",
     "PartialRoPE",
     "PositionMap",
     "ReRoPE",
+    "RoPE",
     "Rope",
     "SelfExtend",
     "Stack",
+    "T5Bias",
+    "Toeplitz",
     "Traits",
     "YaRN",
 ]

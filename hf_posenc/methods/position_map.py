@@ -94,6 +94,31 @@ class PositionMap(AttentionMethod):
 
 
 @dataclass(frozen=True)
+class Raw(PositionMap):
+    """A position map over a cache that holds keys unturned, with the ``factor`` of its frequencies on cos and sin."""
+
+    inner: PositionMap
+    factor: float = 1.0
+
+    logn = False
+
+    def far(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.inner.far(positions)
+
+    def parts(self) -> tuple[Part, ...]:
+        return self.inner.parts()
+
+    def held(self, positions: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(positions)
+
+    def query_scale(self, positions: torch.Tensor, rope: Rope) -> torch.Tensor | None:
+        scale = self.inner.query_scale(positions, rope)
+        if self.factor == 1.0:
+            return scale
+        return self.factor**2 * (torch.ones_like(positions, dtype=torch.float64) if scale is None else scale)
+
+
+@dataclass(frozen=True)
 class Stack(AttentionMethod):
     """A position map over a frequency method, written ``"self_extend:...+yarn:factor=2"``."""
 
