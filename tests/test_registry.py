@@ -148,7 +148,7 @@ BASES = [name for name, method in CLASSES.items() if issubclass(method, Frequenc
 def test_a_stack_prints_the_string_that_rebuilds_it(data, top, base):
     """In either order, with the position map first."""
     one, other = (create(name, **data.draw(PARAMETERS[name])) for name in (top, base))
-    if other.acts_in_attention:
+    if not other.is_fixed:
         with pytest.raises(ValueError, match="the same frequencies for every query"):
             parse(f"{one}+{other}")
         return
