@@ -96,10 +96,8 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
     """
     chosen = create(method, **parameters)
     _put(model, chosen, tokenizer)
-    if chosen.traits.needs_training:
-        logger.warning(
-            "%s: this model was not trained with it and writes nonsense until it has been fine-tuned.", chosen
-        )
+    if chosen.is_foreign:
+        logger.warning("%s: a model that was trained with other positions has to be fine-tuned with these.", chosen)
     return model
 
 
@@ -215,7 +213,7 @@ def restore(model: Model) -> Model:
     """Put in force the scheme that ``model.config`` records, on a model that plain transformers loaded.
 
     Raises:
-        ValueError: the configuration records none.
+        ValueError: the configuration records none, or one that learned something, which a plain load has dropped.
     """
     family = locate(model)
     if _patch_of(family.owner) is not None:
@@ -223,7 +221,14 @@ def restore(model: Model) -> Model:
     entry = persistence.recorded(family.root.config)
     if entry is None:
         raise ValueError("config.hf_posenc is not there: this model was not saved with a scheme.")
-    return _put_back(model, entry["method"], copy.deepcopy(family.root.config))
+    _put_back(model, entry["method"], copy.deepcopy(family.root.config))
+    if any(persistence.LEARNED in name.split(".") for name in model.state_dict()):
+        unpatch(model)
+        raise ValueError(
+            f"{entry['method']!r} learned something that a plain load has dropped: load the model with "
+            "hf_posenc.from_pretrained."
+        )
+    return model
 
 
 def from_pretrained(path: str | Path, **kwargs: Any) -> Any:
@@ -240,14 +245,17 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> Any:
         return _load_adapter(path, **kwargs)
     model, saved = persistence.load_base(path, **kwargs)
     entry = persistence.recorded(saved)
-    return _put_back(model, entry["method"], saved) if entry else model
+    if entry is None:
+        return model
+    _put_back(model, entry["method"], saved)
+    persistence.load_learned(model, path, **kwargs)
+    return model
 
 
-def _put_back(model: Any, method: str, saved: PreTrainedConfig) -> Any:
+def _put_back(model: nn.Module, method: str, saved: PreTrainedConfig) -> None:
     """Patch with the method that the configuration ``saved`` records."""
     _put(model, create(method))
     persistence.warn_of_edits(saved, locate(model).root.config)
-    return model
 
 
 def _load_adapter(path: str | Path, **kwargs: Any) -> Any:

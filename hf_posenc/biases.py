@@ -51,6 +51,7 @@ def bias_mask(call: Call, begin: int, end: int, stop: int) -> torch.Tensor:
     in the dtype of the queries, with keys that are not to be seen as far down as that goes."""
     method, dtype = call.layer.scheme.method, call.query.dtype
     assert isinstance(method, BiasMethod)
+    wide = torch.promote_types(dtype, torch.float32)
     bias = method.bias(
         distances(call, begin, end, stop), call.query.shape[1], call.causal, getattr(call.module, "posenc", None)
     )
@@ -59,7 +60,7 @@ def bias_mask(call: Call, begin: int, end: int, stop: int) -> torch.Tensor:
         slots = torch.arange(stop, device=bias.device)
         own = slots[call.key.shape[2] - call.query.shape[2] + begin :][: end - begin]
         mask = (slots <= own[:, None])[None, None]
-    bias = bias.clamp(min=lowest / 2)
+    bias = bias.to(wide).clamp(min=lowest / 2)
     if mask is not None and mask.dtype == torch.bool:
         bias = bias.masked_fill(~mask, lowest)
     elif mask is not None:
@@ -73,7 +74,7 @@ def distances(call: Call, begin: int, end: int, stop: int) -> torch.Tensor:
     keys = call.places.amax(0).to(call.query.device)
     if queries.shape[0] > 1 and not torch.compiler.is_compiling():
         # Rows that are only shifted against each other share one bias; hidden slots do not count.
-        shared = call.context.once("shared", lambda: _shifted(call, queries, keys))
+        shared = call.context.once(("shared", keys.shape[1]), lambda: _shifted(call, queries, keys))
         if shared is not None:
             row = slice(shared, shared + 1)
             queries, keys = queries[row], keys[row]

@@ -205,6 +205,16 @@ def require_rotation(family: Family, what: str) -> None:
         )
 
 
+def require_rotary(family: Family) -> None:
+    """Raises:
+    UnsupportedMethodError: there is no rotary module, whose frequencies could be looked at.
+    """
+    if family.native is not None:
+        raise UnsupportedMethodError(
+            f"{family.title} has {family.native.title} and no rotary module: there are no frequencies to look at."
+        )
+
+
 def rotary_sites(owner: PreTrainedModel) -> list[Site]:
     """The rotary modules that belong to ``owner`` itself, in a fixed order."""
     return [site for inner, site in _rotary_modules(owner) if inner is owner]

@@ -20,6 +20,7 @@ from .families import (
     live_modules,
     locate,
     read_rope,
+    require_rotary,
     text_config_of,
 )
 from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, Rope
@@ -68,6 +69,7 @@ def inspect(
     entry = recorded(config)
     own = current(live.root) if live is not None else create(entry["method"]) if entry else None
     family = weightless(config, live)
+    require_rotary(family)
     ropes = read_ropes(family)  # refuses a configuration without a trained length
     moved = [_effect(one, main_rope(family, ropes)) for one in (own, asked) if one and any(ropes.values())]
     configured = int(text_config_of(config).max_position_embeddings)

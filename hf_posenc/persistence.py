@@ -7,10 +7,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from . import twin
 from .families import Family, text_config_of
@@ -19,6 +22,7 @@ from .journal import Journal
 from .methods.base import Method
 
 logger = logging.getLogger(__name__)
+LEARNED = "posenc"
 SIDECAR = "hf_posenc.json"
 ADAPTER = "adapter_config.json"
 # A key of ADAPTER: PEFT shows those that it does not know when it loads an adapter.
@@ -157,6 +161,43 @@ def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PreTrai
         # A model left quantised can be neither saved nor trained.
         kwargs["quantization_config"] = transformers.GgufConfig(dequantize=True)
     return model_class(config).from_pretrained(path, config=plain, **kwargs), config
+
+
+def load_learned(model: nn.Module, path: str | Path, **kwargs: Any) -> None:
+    """Fill what a method learned, the modules named ``posenc``, from the weights saved in a model folder or hub id.
+
+    Args:
+        kwargs: those of ``load_base``
+
+    Raises:
+        ValueError: the weights are not there.
+    """
+    wanted = {name: weight for name, weight in model.state_dict().items() if LEARNED in name.split(".")}
+    if not wanted:
+        return
+    names = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
+    shared = {key: value for key, value in kwargs.items() if key in names}
+    found: dict[str, torch.Tensor] = {}
+    for file in _weight_files(path, set(wanted), shared):
+        with safe_open(file, framework="pt") as weights:
+            found.update({name: weights.get_tensor(name) for name in weights.keys() & wanted.keys()})
+    missing = sorted(wanted.keys() - found.keys())
+    if missing:
+        raise ValueError(f"The weights in {path} lack what the scheme learned: {', '.join(missing[:3])} ...")
+    with torch.no_grad():
+        for name, weight in wanted.items():
+            weight.copy_(found[name])
+
+
+def _weight_files(path: str | Path, names: set[str], shared: dict[str, Any]) -> list[str]:
+    """The files that hold the weights ``names``, of a folder or hub id."""
+    find = functools.partial(cached_file, str(path), _raise_exceptions_for_missing_entries=False, **shared)
+    index = find(SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        whole = find(SAFE_WEIGHTS_NAME)
+        return [whole] if whole else []
+    places = json.loads(Path(index).read_text())["weight_map"]
+    return [find(file) for file in sorted({places[name] for name in names & places.keys()})]
 
 
 def model_class(config: PreTrainedConfig) -> Any:

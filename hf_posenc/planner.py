@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .api import methods
+from .families import require_rotary
 from .inspection import Layers, Source, inspect, look, measure, remarks, require_length, weightless
 from .methods import NTK, PI, DynamicNTK, DynamicYaRN, Llama3, LongRoPE, Method, YaRN
 from .methods.base import LengthMethod, Rope
@@ -59,6 +60,7 @@ def plan(model: Source, target_length: int) -> list[Suggestion]:
     """
     require_length("target_length", target_length)
     family = weightless(*look(model))
+    require_rotary(family)
     layers, ropes = measure(family), read_ropes(family)
     notes = " ".join(remarks(layers))
     if not any(ropes.values()) or _all_windowed(layers):

@@ -188,6 +188,38 @@ def distance_row(distance: Callable, i: int, **parameters) -> list:
     return [distance(i, j, **parameters) for j in range(i + 1)]
 
 
+# --- biases ----------------------------------------------------------------------------------------------------------
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """2^(-8h/n) for a power of two; else those of the next lower one, then every second of the next higher one."""
+    lower = 1
+    while 2 * lower <= heads:
+        lower *= 2
+    slopes = [2 ** (-8 * h / lower) for h in range(1, lower + 1)]
+    higher = [2 ** (-8 * h / (2 * lower)) for h in range(1, 2 * lower + 1)]
+    return slopes + higher[::2][: heads - lower]
+
+
+def t5_bucket(
+    distance: int, buckets: int, longest: int, causal: bool, interpolate: float = 1.0, nudge: float = 0.0
+) -> int:
+    """Bucket of distance i - j. `nudge` moves the logarithm, to tell what rounding may decide."""
+    first = 0
+    if causal:
+        distance = max(distance, 0)
+    else:
+        buckets //= 2
+        first = buckets if distance < 0 else 0
+        distance = abs(distance)
+    distance = math.floor(distance / interpolate)
+    exact = buckets // 2
+    if distance < exact:
+        return first + distance
+    grown = math.log(distance / exact) / math.log(longest / exact) * (buckets - exact) + nudge
+    return first + min(exact + math.floor(grown), buckets - 1)
+
+
 # --- rotation and attention ------------------------------------------------------------------------------------------
 
 
@@ -301,11 +333,13 @@ def llama_logits(
     window: int | None = None,
     bias: Callable[[int, int, int], float] | None = None,
     angle_of_layer: Callable[[int], Angle] | None = None,
+    bias_of_layer: Callable[[int], Callable[[int, int, int], float]] | None = None,
 ) -> torch.Tensor:
     """Logits (n, vocab) in float64 of a transformers LlamaForCausalLM for one row of ids (n,).
 
     Only the weights and the sizes of the config are used. `scale(query position)` multiplies the scores of a query
-    (YaRN: the square of its attention factor; log-n scaling: its query scale), `angle_of_layer(l)` replaces `angle`.
+    (YaRN: the square of its attention factor; log-n scaling: its query scale), `angle_of_layer(l)` replaces `angle`,
+    `bias_of_layer(l)` the bias.
     """
     config = model.config
     weights = {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
@@ -315,6 +349,7 @@ def llama_logits(
     hidden = weights["model.embed_tokens.weight"][ids]
     for layer in range(config.num_hidden_layers):
         layer_angle = angle_of_layer(layer) if angle_of_layer else angle
+        bias = bias_of_layer(layer) if bias_of_layer else bias
 
         def linear(states, name, layer=layer):
             return states @ weights[f"model.layers.{layer}.{name}.weight"].T

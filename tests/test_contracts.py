@@ -23,7 +23,7 @@ MAPS = [
     "dca:chunk_size=12,local_window=4", "string:shift=20,window=3", "logn",
     "self_extend:group_size=2,window=8,logn=True+yarn:factor=2",
 ]  # fmt: skip
-KINDS += MAPS
+KINDS += [*MAPS, "alibi:interpolate=2", "nope"]
 OWN = KINDS[2:]
 IDS = tiny.tokens(1, 100)
 

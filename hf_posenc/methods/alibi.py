@@ -17,7 +17,7 @@ from torch import nn
 
 from ..registry import register
 from .base import Traits, require_flag, require_number
-from .bias import BiasMethod
+from .bias import BiasMethod, Float32
 
 
 @register
@@ -51,7 +51,7 @@ class ALiBi(BiasMethod):
         return Slopes(heads) if self.learned_slopes else None
 
 
-class Slopes(nn.Module):
+class Slopes(Float32):
     """One slope per query head, (heads,)."""
 
     def __init__(self, heads: int):

@@ -98,6 +98,11 @@ class Method(ABC):
         """Whether the attention function takes part; otherwise the rotary module alone is changed."""
         return False
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is another kind of encoding, which means nothing to a model that was trained without it."""
+        return False
+
     def fill(self, rope: Rope) -> "Method":
         """The method with what it leaves open taken from the checkpoint."""
         return self

@@ -9,6 +9,17 @@ from torch import nn
 from .base import AttentionMethod
 
 
+class Float32(nn.Module):
+    """A module whose parameters stay float32 when the model is cast: biases need it at far distances."""
+
+    def _apply(self, fn, recurse=True):
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            found = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        return super()._apply(moved, recurse)
+
+
 class BiasMethod(AttentionMethod):
     """A method that adds to the scores. Other positions go, unless ``keep_rope`` is set.
 
@@ -17,6 +28,10 @@ class BiasMethod(AttentionMethod):
 
     keep_rope: bool = False
     effect: ClassVar[str] = "adds a bias to the scores"
+
+    @property
+    def is_foreign(self) -> bool:
+        return True
 
     @abstractmethod
     def bias(self, distance: torch.Tensor, heads: int, causal: bool, learned: Any) -> torch.Tensor:

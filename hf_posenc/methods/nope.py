@@ -22,6 +22,10 @@ class NoPE(FrequencyMethod):
         "nothing", keeps_stock_kernels=True, needs_training=True, reads_past_trained_length=False, symmetric=True
     )
 
+    @property
+    def is_foreign(self) -> bool:
+        return True
+
     def rope_parameters(self, rope: Rope) -> dict[str, Any]:
         return {}
 

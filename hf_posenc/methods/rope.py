@@ -28,6 +28,10 @@ class RoPE(PositionMap):
     traits = Traits("query and key", keeps_stock_kernels=False, needs_training=True, reads_past_trained_length=False)
     logn = False
 
+    @property
+    def is_foreign(self) -> bool:
+        return True
+
     def __post_init__(self) -> None:
         require_number(self, "rope_theta", above=1)
 
@@ -65,6 +69,10 @@ class Grounded(AttentionMethod):
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         return replace(self.inner.traits, keeps_stock_kernels=False, needs_training=True)
+
+    @property
+    def is_foreign(self) -> bool:
+        return True
 
     def __str__(self) -> str:
         return f"{self.ground}+{self.inner}"

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..registry import register
 from .base import Traits, require_integer, require_number
-from .bias import BiasMethod
+from .bias import BiasMethod, Float32
 
 
 @register
@@ -51,7 +51,7 @@ class T5Bias(BiasMethod):
         return Buckets(heads, self.num_buckets)
 
 
-class Buckets(nn.Module):
+class Buckets(Float32):
     """A number per head and bucket, (heads, buckets)."""
 
     def __init__(self, heads: int, count: int):

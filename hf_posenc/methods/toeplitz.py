@@ -15,7 +15,7 @@ from torch import nn
 from ..registry import register
 from .alibi import alibi_slopes
 from .base import Traits, require_integer
-from .bias import BiasMethod
+from .bias import BiasMethod, Float32
 
 
 @register
@@ -49,7 +49,7 @@ class Toeplitz(BiasMethod):
         return Distances(heads, self.max_distance, causal, self.init == "alibi")
 
 
-class Distances(nn.Module):
+class Distances(Float32):
     """A number per head and distance: (heads, distances), from 0 on in a causal model, else from the most negative."""
 
     def __init__(self, heads: int, count: int, causal: bool, sloped: bool):
