@@ -96,7 +96,7 @@ def read(arguments: dict[str, Any], holder: str = "") -> Positions | None:
         _refuse_if_filled(past, holder)
     mask = arguments.get("attention_mask")
     if arguments.get("position_ids") is None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        arguments["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        arguments["position_ids"] = _counted(mask, past, tokens.shape[1])
     new = _new_positions(arguments.get("position_ids"), tokens, past)
     padding = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     keys, total = _all_positions(cache, new, past)
@@ -104,6 +104,16 @@ def read(arguments: dict[str, Any], holder: str = "") -> Positions | None:
     if cache is not None:
         positions.remember(cache, holder)
     return positions
+
+
+def _counted(mask: torch.Tensor, past: int | torch.Tensor, length: int) -> torch.Tensor:
+    """Positions of ``length`` new tokens behind ``past`` slots, by a 2-D mask of these slots and perhaps later ones."""
+    places = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    if isinstance(past, int):
+        start = min(past, mask.shape[1] - length)
+        return places[:, start : start + length]
+    slots = torch.arange(length, device=mask.device) + past.to(mask.device)
+    return places[:, slots.clamp(max=mask.shape[1] - 1)]
 
 
 def _refuse_if_filled(past: int | torch.Tensor, holder: str) -> None:

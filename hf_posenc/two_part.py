@@ -52,11 +52,12 @@ def is_plain(method: PositionMap, source: Source, positions: Positions) -> bool:
     """Whether every query of a forward sees all keys at their own distance: stock attention does that."""
     queries = positions.queries.cpu()
     places = queries.amax(0)
+    if method.plain_until and int(positions.keys[..., : int(positions.total)].max()) >= method.plain_until:
+        return False  # also where new tokens start again from 0 behind keys that are held far
     longest, (near, *farther) = int(places.max()), method.parts()
     scale = method.query_scale(places, source.rope)
     return not (
         any(longest // part.block >= part.first for part in farther)
-        or (method.plain_until and longest >= method.plain_until)
         or (near.query(queries) != method.held(queries)).any()
         or (scale is not None and (scale != 1).any())
     )

@@ -503,6 +503,32 @@ def test_one_query_shares_its_keys_among_the_cores_gradient(method, cores, monke
     assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
 
 
+@pytest.mark.parametrize("method", [FAR, "dynamic_ntk"])
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_mask_of_a_whole_static_buffer(method, later):
+    """Slots that hold nothing yet may be shown or not: no query sees them."""
+    model, ids = llama(method), tokens(1, 80)
+    cache, pieces, start = StaticCache(config=model.config, max_cache_len=100), [], 0
+    for count in [50, 9] + [1] * 21:
+        mask = torch.full((1, 100), later)
+        mask[:, : start + count] = 1
+        piece = ids[:, start : start + count]
+        pieces.append(model(piece, attention_mask=mask, use_cache=True, **{CACHE: cache}).logits)
+        start += count
+    assert_close(torch.cat(pieces, dim=1), model(ids).logits, atol=1e-4, rtol=0)
+
+
+def test_a_chunk_that_starts_again_behind_far_keys():
+    """All of its tokens stand within the window, and the keys before them do not."""
+    model, ids = llama(), tokens(1, 45)
+    places = torch.cat([torch.arange(40), torch.arange(5)])[None]
+    mask = torch.ones(1, 1, 45, 45).tril().bool()
+    whole = model(ids, position_ids=places, attention_mask=mask, use_cache=False).logits
+    first = model(ids[:, :40], position_ids=places[:, :40], use_cache=True)
+    more = {"position_ids": places[:, 40:], "attention_mask": mask[:, :, 40:], CACHE: first[CACHE]}
+    assert_close(model(ids[:, 40:], **more).logits, whole[:, 40:], atol=1e-4, rtol=0)
+
+
 class Largest(TorchDispatchMode):
     """Remembers how many numbers the largest tensor holds."""
 
