@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import adapters, attention, embeddings, persistence, twin  # noqa: F401 (embeddings registers its kinds)
+from . import adapters, attention, bloom, embeddings, persistence, twin  # noqa: F401 (two register their kinds)
 from .families import (
     Family,
     UnsupportedMethodError,
@@ -185,7 +185,7 @@ def methods(model: nn.Module | None = None) -> list[str]:
     able: list[type[Method]] = [NoPE] if family.native else [FrequencyMethod]
     try:
         for one in family.each():
-            twin.plan(one)
+            one.native.plans(one) if one.native else twin.plan(one)
         for module in model.modules():
             adapters.refuse_prefixes(module, "a method inside attention")
         able.append(BiasMethod)

@@ -104,6 +104,8 @@ def before_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     if found is None:
         return args, kwargs  # the model itself says what is missing
     _warn_beyond(scheme, found)
+    if "position_ids" not in scheme.parameters:
+        named.pop("position_ids", None)
     if scheme.forwards:
         named["hf_posenc"] = Context(found)
     else:
@@ -207,7 +209,8 @@ def install(
         module = live[plan.name]
         layer = Layer(scheme, plan if plan.source in sources else replace(plan, source=None))
         journal.set(module, "_hf_posenc", layer)
-        changed_configs[id(module.config)] = module.config
+        config = vars(module).get("config", owner.config)
+        changed_configs[id(config)] = config
         if isinstance(inside, BiasMethod) and layer.plan.source is not None:
             add_parameters(module, inside, plan, journal)
     for name, module in live.items():

@@ -131,6 +131,10 @@ class Native(ABC):
     def silence(self, journal: Journal) -> None:
         """Take it away, so that tokens carry no position."""
 
+    def guard(self, journal: Journal) -> None:
+        """Mark the configuration so that plain transformers stops at it, where the name of the attention
+        implementation does not see to that."""
+
 
 NATIVES: list[type[Native]] = []
 

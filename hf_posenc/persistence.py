@@ -63,6 +63,7 @@ def record(
 def _guard(family: Family, journal: Journal) -> None:
     """Name our rope type, unless the family builds nothing but types that it lists itself (Phi-3)."""
     if family.native is not None:
+        family.native.guard(journal)
         return
     mark = len(journal.entries)
     journal.set(family.config, "rope_parameters", guarded(family.config.rope_parameters))
@@ -109,9 +110,13 @@ def without_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
     for name in ("rope_parameters", "max_position_embeddings"):
         if entry["original"][name] is not None:
             setattr(text, name, copy.deepcopy(entry["original"][name]))
+        elif getattr(text, name, None) is not None:
+            delattr(text, name)
     for part in (config, text):
-        for name in ("hf_posenc", "attn_implementation"):
+        for name in ("hf_posenc", "attn_implementation", "experts_implementation"):
             vars(part).pop(name, None)
+        if part._experts_implementation == "hf_posenc":
+            part._experts_implementation = None
         if str(part._attn_implementation).startswith("hf_posenc"):
             part._attn_implementation = None
     return config

@@ -632,24 +632,9 @@ def dense(call: Call, method: PositionMap, parts: list[Part]) -> tuple[torch.Ten
     Parts lie side by side in the head dimension, so that a query in one part meets the keys of that part alone, and
     the mask shows every key in one of them. Softcaps, sinks, dropout, weights and any mask stay what the family does.
     """
-    layer, positions, device = call.layer, call.context.positions, call.query.device
-    queries, keys = positions.queries.to(device), call.places.to(device)
-    held, length, slots = method.held(keys), call.query.shape[2], call.key.shape[2]
-
-    def tables():
-        shifts = [
-            (part.query(queries) - method.held(queries), (keys if part.plain_keys else method.far(keys)) - held)
-            for part in parts
-        ]
-        make = functools.partial(shift_table, layer.source, layer.plan, like=call.query)
-        return [(make(shift=left), make(shift=right)) for left, right in shifts]
-
-    name = (layer.plan.source, layer.plan.pairing, slots, len(parts), device, call.query.dtype)
-    # In a graph, a name with the number of slots would ask for a new one at every token.
-    made = tables() if torch.compiler.is_compiling() else call.context.once(name, tables)
-    scale = method.query_scale(queries.amax(0), layer.source.rope)
-    query = call.query if scale is None else (call.query * scale.float()[:, None, :, None]).to(call.query.dtype)
-    turned = [(turn(query, left, layer.plan), turn(call.key, right, layer.plan)) for left, right in made]
+    length, slots = call.query.shape[2], call.key.shape[2]
+    queries, keys = call.context.positions.queries.to(call.query.device), call.places.to(call.query.device)
+    turned = compared(call, method, parts)
     if len(parts) == 1:
         return call.run(*turned[0], call.value, call.rows(0, length, slots))
     blank = torch.zeros_like(call.key)
@@ -659,7 +644,7 @@ def dense(call: Call, method: PositionMap, parts: list[Part]) -> tuple[torch.Ten
     ], dim=2)  # fmt: skip
     query, value = torch.cat([left for left, _ in turned], dim=-1), call.value.repeat(1, 1, len(parts), 1)
     options = {**call.options, "scaling": scale_of(call)}
-    whole = options.get("output_attentions") or layer.scheme.stock == "eager"
+    whole = options.get("output_attentions") or call.layer.scheme.stock == "eager"
     rows = length if whole else _DENSE_ROWS
     outputs, weights = [], []
     for begin in range(0, length, rows):
@@ -671,20 +656,48 @@ def dense(call: Call, method: PositionMap, parts: list[Part]) -> tuple[torch.Ten
     return torch.cat(outputs, dim=1), weights[0]
 
 
-def _by_part(call: Call, parts: list[Part], queries, keys, mask: torch.Tensor | None, begin: int) -> torch.Tensor:
-    """A mask over the keys of all parts, that shows each key in the part of its distance."""
+def compared(call: Call, method: PositionMap, parts: list[Part]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Queries and keys as every part compares them, turned and scaled."""
+    layer, device = call.layer, call.query.device
+    queries, keys = call.context.positions.queries.to(device), call.places.to(device)
+    held = method.held(keys)
+
+    def tables():
+        shifts = [
+            (part.query(queries) - method.held(queries), (keys if part.plain_keys else method.far(keys)) - held)
+            for part in parts
+        ]
+        make = functools.partial(shift_table, layer.source, layer.plan, like=call.query)
+        return [(make(shift=left), make(shift=right)) for left, right in shifts]
+
+    name = (layer.plan.source, layer.plan.pairing, call.key.shape[2], len(parts), device, call.query.dtype)
+    # In a graph, a name with the number of slots would ask for a new one at every token.
+    made = tables() if torch.compiler.is_compiling() else call.context.once(name, tables)
+    scale = method.query_scale(queries.amax(0), layer.source.rope)
+    query = call.query if scale is None else (call.query * scale.float()[:, None, :, None]).to(call.query.dtype)
+    return [(turn(query, left, layer.plan), turn(call.key, right, layer.plan)) for left, right in made]
+
+
+def shown(parts: list[Part], queries: torch.Tensor, keys: torch.Tensor) -> list[torch.Tensor]:
+    """Which keys every query meets in each part, (batch, 1, queries, keys), from their positions (axes, batch, n)."""
     i, j = queries.amax(0)[:, None, :, None], keys.amax(0)[:, None, None, :]
-    shown = []
+    found = []
     for part in parts:
         distance = i // part.block - j // part.block
         # Later keys, where a mask shows them, are near.
         seen = torch.ones_like(distance, dtype=torch.bool) if part.first == 0 else distance >= part.first
-        shown.append(seen if part.last is None else seen & (distance < part.last))
+        found.append(seen if part.last is None else seen & (distance < part.last))
+    return found
+
+
+def _by_part(call: Call, parts: list[Part], queries, keys, mask: torch.Tensor | None, begin: int) -> torch.Tensor:
+    """A mask over the keys of all parts, that shows each key in the part of its distance."""
+    seen = shown(parts, queries, keys)
     if mask is None and call.causal and call.query.shape[2] > 1:
         slots = torch.arange(keys.shape[-1], device=keys.device)
         mask = (slots <= slots[keys.shape[-1] - call.query.shape[2] + begin :][: queries.shape[-1], None])[None, None]
     if mask is None:
-        mask = torch.ones_like(shown[0])
+        mask = torch.ones_like(seen[0])
     if mask.dtype == torch.bool:
-        return torch.cat([mask & seen for seen in shown], dim=-1)
-    return torch.cat([mask.masked_fill(~seen, torch.finfo(mask.dtype).min) for seen in shown], dim=-1)
+        return torch.cat([mask & part for part in seen], dim=-1)
+    return torch.cat([mask.masked_fill(~part, torch.finfo(mask.dtype).min) for part in seen], dim=-1)
