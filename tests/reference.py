@@ -400,3 +400,82 @@ def dynamic_logits(model, ids: torch.Tensor, frequencies_of_length: Callable, **
 
     angle = by_length(lambda n: parts(n)[0])
     return llama_logits(model, ids, angle, scale=lambda i: parts(i + 1)[1] ** 2, **more)
+
+
+# --- a whole BLOOM ---------------------------------------------------------------------------------------------------
+
+
+def alibi_slope(head: int, heads: int) -> float:
+    """Slope of head 0 ... heads - 1: 2^(-8 (h + 1) / p) for the first p heads, p the largest power of two among
+    `heads`; the others take every second slope, from the first on, of twice as many heads."""
+    power = 1
+    while 2 * power <= heads:
+        power *= 2
+    if head < power:
+        return 2.0 ** (-8 * (head + 1) / power)
+    return 2.0 ** (-8 * (2 * (head - power) + 1) / (2 * power))
+
+
+def t5_bucket(distance: int, buckets: int, farthest: int) -> int:
+    """Bucket of a distance to an earlier key in a causal model."""
+    exact = buckets // 2
+    if distance < exact:
+        return max(distance, 0)
+    grown = exact + int(math.log(distance / exact) / math.log(farthest / exact) * (buckets - exact))
+    return min(grown, buckets - 1)
+
+
+def layer_norm(hidden: torch.Tensor, weights: dict, name: str, epsilon: float) -> torch.Tensor:
+    centred = hidden - hidden.mean(-1, keepdim=True)
+    scale = (centred.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
+    return centred / scale * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+
+def bloom_logits(
+    model,
+    ids: torch.Tensor,
+    *,
+    angle: Angle | None = None,
+    bias: Callable[[int, int, int, int], float] | None = None,
+    scale: Callable[[int], float] = lambda i: 1.0,
+) -> torch.Tensor:
+    """Logits (n, vocab) in float64 of a transformers BloomForCausalLM for one row of ids (n,), key by key.
+
+    Only the weights and the sizes of the config are used. `angle` turns queries and keys, `bias(layer, head, i, j)` is
+    added to a score; without either the model has no positions. `scale(i)` multiplies the scores of query i.
+    """
+    config = model.config
+    weights = {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
+    heads, n, epsilon = config.n_head, len(ids), config.layer_norm_epsilon
+    dim = config.hidden_size // heads
+    post = config.apply_residual_connection_post_layernorm
+
+    def linear(states, name):
+        return states @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    hidden = weights["transformer.word_embeddings.weight"][ids]
+    hidden = layer_norm(hidden, weights, "transformer.word_embeddings_layernorm", epsilon)
+    for layer in range(config.n_layer):
+        block = f"transformer.h.{layer}"
+        normed = layer_norm(hidden, weights, f"{block}.input_layernorm", epsilon)
+        fused = linear(normed, f"{block}.self_attention.query_key_value").view(n, heads, 3, dim)
+        query, key, value = (fused[:, :, part].transpose(0, 1) for part in range(3))
+        attended = torch.zeros(n, heads, dim, dtype=torch.float64)
+        for i in range(n):
+            left, right = query[:, i : i + 1].expand(-1, i + 1, -1), key[:, : i + 1]
+            if angle is not None:
+                pairs = [angle(i, j) for j in range(i + 1)]
+                left = rotate_rows(left, torch.tensor([pair[0] for pair in pairs], dtype=torch.float64))
+                right = rotate_rows(right, torch.tensor([pair[1] for pair in pairs], dtype=torch.float64))
+            scores = (left * right).sum(-1) * dim**-0.5 * scale(i)
+            if bias is not None:
+                terms = [[bias(layer, head, i, j) for j in range(i + 1)] for head in range(heads)]
+                scores = scores + torch.tensor(terms, dtype=torch.float64)
+            attended[i] = (scores.softmax(-1)[..., None] * value[:, : i + 1]).sum(1)
+        hidden = (normed if post else hidden) + linear(attended.reshape(n, -1), f"{block}.self_attention.dense")
+        normed = layer_norm(hidden, weights, f"{block}.post_attention_layernorm", epsilon)
+        inner = linear(normed, f"{block}.mlp.dense_h_to_4h")
+        inner = inner * 0.5 * (1 + torch.tanh(0.79788456 * inner * (1 + 0.044715 * inner * inner)))
+        hidden = (normed if post else hidden) + linear(inner, f"{block}.mlp.dense_4h_to_h")
+    hidden = layer_norm(hidden, weights, "transformer.ln_f", epsilon)
+    return hidden @ weights["lm_head.weight"].T
