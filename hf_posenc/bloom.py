@@ -67,7 +67,7 @@ def replace_alibi(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     layer: Layer | None = vars(module).get("_hf_posenc")
     alibi = kwargs["alibi"]
     if layer is None:
-        return args, {**kwargs, "alibi": torch.zeros_like(alibi)}
+        return args, {**kwargs, "alibi": alibi.new_zeros(1, 1, 1)}
     context = layer.scheme.here.context
     if context is None:
         raise RuntimeError("Positions did not reach attention: call the model itself, not one of its layers.")
