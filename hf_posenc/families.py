@@ -186,6 +186,11 @@ def locate(model: nn.Module) -> Family:
     # The types: a model once patched through its inner model has a configuration of its own there.
     owners = [owner for owner, _ in _rotary_modules(root) if owner.config.model_type == text_config.model_type]
     owners.sort(key=lambda owner: owner.config is not text_config)
+    if owners and getattr(text_config, "alibi", False):
+        raise UnsupportedMethodError(
+            f"{type(root).__name__} ({text_config.model_type}) has ALiBi, which its own attention adds; it leaves its "
+            "rotary module unused."
+        )
     if owners:
         return Family(root, owners[0], rotary_sites(owners[0]))
     for kind in NATIVES:
