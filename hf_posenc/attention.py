@@ -100,12 +100,13 @@ def before_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     scheme: Scheme = vars(owner)["_hf_posenc"]
     keep_implementation(owner)
     named = {**dict(zip(scheme.parameters, args, strict=False)), **kwargs}
+    told = "position_ids" in named
     found = positions.read(named, scheme.holder)
     if found is None:
         return args, kwargs  # the model itself says what is missing
     _warn_beyond(scheme, found)
-    if "position_ids" not in scheme.parameters:
-        named.pop("position_ids", None)
+    if not told and "position_ids" not in scheme.parameters:
+        named.pop("position_ids", None)  # put in where there is a mask
     if scheme.forwards:
         named["hf_posenc"] = Context(found)
     else:

@@ -110,8 +110,8 @@ def without_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
     for name in ("rope_parameters", "max_position_embeddings"):
         if entry["original"][name] is not None:
             setattr(text, name, copy.deepcopy(entry["original"][name]))
-        elif getattr(text, name, None) is not None:
-            delattr(text, name)
+        elif vars(text).get(name) is not None:
+            del vars(text)[name]
     for part in (config, text):
         for name in ("hf_posenc", "attn_implementation", "experts_implementation"):
             vars(part).pop(name, None)

@@ -405,26 +405,6 @@ def dynamic_logits(model, ids: torch.Tensor, frequencies_of_length: Callable, **
 # --- a whole BLOOM ---------------------------------------------------------------------------------------------------
 
 
-def alibi_slope(head: int, heads: int) -> float:
-    """Slope of head 0 ... heads - 1: 2^(-8 (h + 1) / p) for the first p heads, p the largest power of two among
-    `heads`; the others take every second slope, from the first on, of twice as many heads."""
-    power = 1
-    while 2 * power <= heads:
-        power *= 2
-    if head < power:
-        return 2.0 ** (-8 * (head + 1) / power)
-    return 2.0 ** (-8 * (2 * (head - power) + 1) / (2 * power))
-
-
-def t5_bucket(distance: int, buckets: int, farthest: int) -> int:
-    """Bucket of a distance to an earlier key in a causal model."""
-    exact = buckets // 2
-    if distance < exact:
-        return max(distance, 0)
-    grown = exact + int(math.log(distance / exact) / math.log(farthest / exact) * (buckets - exact))
-    return min(grown, buckets - 1)
-
-
 def layer_norm(hidden: torch.Tensor, weights: dict, name: str, epsilon: float) -> torch.Tensor:
     centred = hidden - hidden.mean(-1, keepdim=True)
     scale = (centred.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()

@@ -11,6 +11,7 @@ import reference
 import torch
 from reading import CACHE, greedy, padded, stepwise
 from tiny import tiny_model, tokens
+from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, BloomForCausalLM, BloomForSequenceClassification, StaticCache
 
@@ -68,6 +69,7 @@ def expectation(model, method: str, heads: int) -> dict:
         for layer, block in enumerate(model.transformer.h)
         if hasattr(block.self_attention, "posenc")
     }
+    slopes = reference.alibi_slopes(heads)
     frequencies = reference.rope(WIDTH[heads] // heads, BASE)
     yarn = reference.yarn(WIDTH[heads] // heads, BASE, 4, LENGTH)
 
@@ -75,12 +77,12 @@ def expectation(model, method: str, heads: int) -> dict:
         return {"angle": reference.by_distance(frequencies, lambda i, j: distance(i, j, **parameters))}
 
     return {
-        "alibi": {"bias": lambda layer, head, i, j: -reference.alibi_slope(head, heads) * (i - j)},
-        "alibi:interpolate=4": {"bias": lambda layer, head, i, j: -reference.alibi_slope(head, heads) * (i - j) / 4},
+        "alibi": {"bias": lambda layer, head, i, j: -slopes[head] * (i - j)},
+        "alibi:interpolate=4": {"bias": lambda layer, head, i, j: -slopes[head] * (i - j) / 4},
         "alibi:learned_slopes=True": {"bias": lambda layer, head, i, j: -learned[layer][head] * (i - j)},
         "toeplitz:max_distance=16": {"bias": lambda layer, head, i, j: learned[layer][head][min(i - j, 15)]},
         "t5_bias:num_buckets=8,max_distance=20": {
-            "bias": lambda layer, head, i, j: learned[layer][head][reference.t5_bucket(i - j, 8, 20)]
+            "bias": lambda layer, head, i, j: learned[layer][head][reference.t5_bucket(i - j, 8, 20, causal=True)]
         },
         "nope": {},
         "rope": {"angle": reference.by_frequencies(frequencies)},
@@ -171,6 +173,18 @@ def test_a_cache_of_another_scheme_is_refused():
     hf_posenc.patch(model, "rope")
     with pytest.raises(RuntimeError, match="another encoding"):
         model(IDS[:, :1], **{CACHE: cache})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["alibi", "self_extend:group_size=3,window=10+rope"])
+def test_compiled(method):
+    model, counter = patched(method), CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for length in (40, 20, 25, 31):
+        ids = tokens(1, length)
+        assert_close(compiled(ids, use_cache=False).logits, logits(model, ids), atol=1e-5, rtol=0)
+    assert counter.frame_count <= 3
 
 
 # --- dtypes and gradients --------------------------------------------------------------------------------------------
@@ -314,6 +328,24 @@ def test_what_does_not_fit_says_why(method, reason):
     with pytest.raises(hf_posenc.UnsupportedMethodError, match=f"{reason}.*It can take"):
         hf_posenc.patch(model, method)
     assert torch.equal(logits(model), logits(bloom())) and hf_posenc.current(model) is None
+
+
+def test_there_are_no_frequencies_to_look_at():
+    for look in (lambda: hf_posenc.inspect(bloom()), lambda: hf_posenc.plan(bloom(), 4096)):
+        with pytest.raises(hf_posenc.UnsupportedMethodError, match="has ALiBi and no rotary module"):
+            look()
+    with pytest.raises(hf_posenc.UnsupportedMethodError):
+        hf_posenc.inspect(hf_posenc.patch(bloom(), "rope").config)
+
+
+@pytest.mark.parametrize("given", [{"model_type": "falcon", "alibi": True}, {"model_type": "mpt"}])
+@pytest.mark.parametrize("method", ["alibi", "pi:factor=2"])
+def test_attention_that_adds_alibi_elsewhere_is_refused(given, method):
+    """Falcon builds a rotary module even where it adds ALiBi and never calls it."""
+    model = tiny_model(**given)
+    assert hf_posenc.methods(model) == []
+    with pytest.raises(hf_posenc.UnsupportedMethodError, match="None of the methods"):
+        hf_posenc.patch(model, method)
 
 
 def test_the_trained_length():
