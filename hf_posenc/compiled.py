@@ -2,6 +2,7 @@
 into blocks depends on its positions, and a graph of thousands of blocks would take minutes to build.
 """
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -35,15 +36,21 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 @dataclass
-class _Last:
-    """The layout of the last call: the layers of a forward share it."""
+class _Call:
+    """What a layout was made from."""
 
     name: tuple
     tensors: tuple[torch.Tensor, ...]
     layout: two_part.Layout
 
 
-_last: list[_Last] = []
+class _Last(threading.local):
+    """The last call of a thread: the layers of a forward share its layout."""
+
+    call: _Call | None = None
+
+
+_last = _Last()
 
 
 def _work(
@@ -65,26 +72,23 @@ def _work(
 ) -> tuple[two_part.Work, int]:
     plan = Plan("", 0, start, stop, pairing, sign)  # type: ignore[arg-type]
     slots = keys.shape[-1] if total is None else int(total)
-    name, tensors = (
-        (method, length, slots, groups, pairing, sign, value.device, value.dtype, value.shape[:2]),
-        (queries, keys, frequencies),
-    )
-    for last in _last:
-        if last.name == name and all(map(_same, last.tensors, tensors)):
-            found = last.layout
-            break
+    name = (method, length, slots, groups, pairing, sign, value.device, value.dtype, value.shape[:2], mask is None)
+    padding = None if mask is None else mask[:, 0, -1]
+    tensors = (queries, keys, frequencies) if padding is None else (queries, keys, frequencies, padding)
+    last = _last.call
+    if last is not None and last.name == name and all(map(_same, last.tensors, tensors)):
+        found = last.layout
     else:
         rope = Rope(frequencies, 0.0, length, length, 0, "default", {})
         chosen = parse(method)
         assert isinstance(chosen, PositionMap)
-        padding = None if mask is None else mask[:, 0, -1]
         positions = Positions(queries, keys, slots, padding)
         found = two_part.layout(chosen, Source(rope, frequencies, axes), plan, positions, slots, groups, value)
         if not two_part.shows_runs(mask, found.start, slots, None):
             raise RuntimeError(
                 "The positions of this compiled forward have gaps that its mask does not follow: run it uncompiled."
             )
-        _last[:] = [_Last(name, tuple(tensor.clone() for tensor in tensors), found)]
+        _last.call = _Call(name, tuple(tensor.clone() for tensor in tensors), found)
     return two_part.Work(found, plan, scale), slots
 
 

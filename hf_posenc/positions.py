@@ -107,7 +107,7 @@ def read(arguments: dict[str, Any], holder: str = "") -> Positions | None:
 
 
 def _counted(mask: torch.Tensor, past: int | torch.Tensor, length: int) -> torch.Tensor:
-    """Positions of ``length`` new tokens behind ``past`` slots, by a 2-D mask of these slots and perhaps later ones."""
+    """Positions of ``length`` new tokens behind ``past`` slots, by a 2-D mask of these slots, and perhaps more."""
     places = (mask.long().cumsum(-1) - 1).clamp(min=0)
     if isinstance(past, int):
         start = min(past, mask.shape[1] - length)

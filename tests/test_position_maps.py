@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import threading
 
 import pytest
 import reference
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
 import hf_posenc
-from hf_posenc import families, kernels, twin, two_part
+from hf_posenc import compiled, families, kernels, twin, two_part
 from hf_posenc.methods import STRING, DualChunk, LeakyReRoPE, ReRoPE, SelfExtend
 
 LENGTH, D, BASE = 64, 16, 10000.0
@@ -527,6 +528,43 @@ def test_a_chunk_that_starts_again_behind_far_keys():
     first = model(ids[:, :40], position_ids=places[:, :40], use_cache=True)
     more = {"position_ids": places[:, 40:], "attention_mask": mask[:, :, 40:], CACHE: first[CACHE]}
     assert_close(model(ids[:, 40:], **more).logits, whole[:, 40:], atol=1e-4, rtol=0)
+
+
+def mapped(query, key, value, mask=None):
+    """The operator of compiled models, on positions in a row."""
+    places = torch.arange(key.shape[2])[None, None]
+    frequencies = torch.tensor(reference.rope(D), dtype=torch.float64)
+    queries = places[..., -query.shape[2] :]
+    return torch.ops.hf_posenc.mapped(
+        query, key, value, queries, places, None, mask, frequencies, None, FAR, LENGTH, 0, D, "half", 1, 0.25
+    )[0]
+
+
+def test_the_operator_keeps_the_padding_of_every_call():
+    """Other padding under the same positions is another text."""
+    states = torch.randn(1, 4, 1, D), torch.randn(1, 2, 50, D), torch.randn(1, 2, 50, D)
+    masks = [torch.ones(1, 1, 1, 50).bool() for _ in range(2)]
+    masks[1][..., :20] = False
+    first, second = (mapped(*states, mask) for mask in masks)
+    assert (first - second).abs().max() > 1e-3
+    for mask, expected in zip(masks, (first, second), strict=True):
+        compiled._last.call = None
+        assert_close(mapped(*states, mask), expected)
+
+
+def test_the_operator_in_two_threads():
+    texts = [(torch.randn(1, 4, 700, D), torch.randn(1, 2, 700, D), torch.randn(1, 2, 700, D)) for _ in range(2)]
+    expected, wrong = [mapped(*text) for text in texts], []
+
+    def read(text, right):
+        wrong.extend(not torch.allclose(mapped(*text), right, atol=1e-4) for _ in range(30))
+
+    threads = [threading.Thread(target=read, args=pair) for pair in zip(texts, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 60 and not any(wrong)
 
 
 class Largest(TorchDispatchMode):
