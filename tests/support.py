@@ -46,6 +46,12 @@ FORMULAS = {
 }  # fmt: skip
 DYNAMIC = "dynamic_ntk:granularity=1"
 # All of a short text lies within the first window, half of a long one beyond the second.
+# Encodings of another kind, on models that rotate and on those that do not.
+OTHERS = ("nope", "alibi", "toeplitz:max_distance=20", "t5_bias", "irope:interval=2", "xpos", "vo_rope", "sinusoidal",
+          "learned:max_positions=128")  # fmt: skip
+ROTATIONS = ("nope", "alibi", "toeplitz:max_distance=20", "t5_bias", "rope", "rope+yarn:factor=4",
+             "self_extend:group_size=3,window=10+rope", "sinusoidal", "learned:max_positions=128")  # fmt: skip
+SEQUENCES = ("t5", "mt5", "umt5", "switch_transformers", "longt5", "pop2piano")
 MAPS = ("self_extend:group_size=3,window=44", "self_extend:group_size=3,window=10")
 TOLERANCE = 1e-5
 # transformers before 5.24 knows the cache by another name.
@@ -59,6 +65,7 @@ class Row:
     frequency: str = "?"
     attention: str = "?"
     maps: str = "?"
+    others: str = "?"
 
 
 def hand_edited(config, text: str, rotated: dict[str | None, int]):
@@ -212,6 +219,83 @@ def attention_verdict(model_type: str, near: str = DYNAMIC, far: str = DYNAMIC) 
     if wrong:
         return "differs: " + ", ".join(wrong) + f" (unpatched stepwise {noise:.1e})"
     return "ok" if noise <= 1e-3 else f"ok, but unpatched it differs stepwise by {noise:.1e}"
+
+
+def others_verdict(model_type: str, methods=OTHERS) -> str:
+    """ "ok" for all, or which, and the reasons of the refusals."""
+    able, refused, failed = [], {}, {}
+    for text in methods:
+        name = text if text.count("+") else text.partition(":")[0]
+        found = alike_verdict(model_type, text)
+        if found == "ok":
+            able.append(name)
+        else:
+            (refused if found.startswith("refused") else failed)[name] = found.removeprefix("refused: ")
+    if failed:
+        return "differs: " + "; ".join(f"{name} {found}" for name, found in failed.items())
+    if not able:
+        return f"refused: {next(iter(refused.values()))}"
+    reasons: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        # Why, without what it would be "cannot be put on" and what it could take.
+        reasons.setdefault(reason.partition(": ")[2].partition(" It can take")[0] or reason, []).append(name)
+    return f"ok for {', '.join(able)}" + "".join(
+        f"; {', '.join(names)} refused: {reason}" for reason, names in reasons.items()
+    )
+
+
+def alike_verdict(model_type: str, text: str) -> str:
+    """ "ok" if a text gives the same in one pass, in pieces and padded, or the reason of the refusal."""
+    model = tiny.tiny_model(model_type)
+    ids = tiny.tokens(1, 60)
+    with torch.no_grad():
+        stock, noise = reading(model, ids), alike(model, ids)
+        try:
+            hf_posenc.patch(model, text)
+        except hf_posenc.UnsupportedMethodError as error:
+            return f"refused: {error}"
+        if torch.equal(reading(model, ids), stock) and text not in ("t5_bias", "alibi"):
+            return "changes nothing"
+        found = alike(model, ids)
+        hf_posenc.unpatch(model)
+        if not torch.equal(reading(model, ids), stock):
+            return "unpatch differs"
+    return "ok" if found <= max(1e-4, 4 * noise) else f"differs by {found:.1e} (unpatched {noise:.1e})"
+
+
+def reading(model, ids, **more):
+    """Logits of a text; a model with an encoder reads it there too."""
+    if model.config.is_encoder_decoder:
+        more = {"encoder_outputs": more.pop("encoder_outputs", None) or model.get_encoder()(ids), **more}
+        return model(decoder_input_ids=ids, **more).logits
+    return model(ids, **more).logits
+
+
+def alike(model, ids) -> float:
+    """By how much a text differs in pieces with a cache and behind padding from one pass."""
+    whole, found = reading(model, ids, use_cache=False), 0.0
+    changed = ids.clone()
+    changed[:, -1] += 1
+    if torch.equal(reading(model, changed, use_cache=False)[:, :-1], whole[:, :-1]):  # causal
+        more, cache, pieces = {}, None, []
+        if model.config.is_encoder_decoder:
+            more["encoder_outputs"] = model.get_encoder()(ids)
+        for start, stop in ((0, 40), (40, 57), (57, 58), (58, 59), (59, 60)):
+            name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+            given = {} if cache is None else {CACHE: cache}
+            out = model(**{name: ids[:, start:stop]}, use_cache=True, **given, **more)
+            cache = out.get("cache", out.get("past_key_values"))
+            pieces.append(out.logits)
+        found = (torch.cat(pieces, dim=1) - whole).abs().max().item()
+    padded = torch.cat((torch.zeros(1, 9, dtype=torch.long), ids[:, :51]), dim=1)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[0, :9] = 0
+    name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+    more = {"encoder_outputs": model.get_encoder()(ids.expand(2, -1))} if model.config.is_encoder_decoder else {}
+    together = reading(model, torch.cat((padded, ids)), **{name: mask}, **more)
+    alone = {"encoder_outputs": model.get_encoder()(ids)} if model.config.is_encoder_decoder else {}
+    short = reading(model, ids[:, :51], **alone)
+    return max(found, (together[0, 9:] - short[0]).abs().max().item(), (together[1] - whole[0]).abs().max().item())
 
 
 def stepwise(model, ids, cache):
