@@ -4,6 +4,7 @@ positions while no weight of the real one is read."""
 import copy
 import inspect
 import threading
+from collections.abc import Collection
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,17 +43,22 @@ def describes(family: Family) -> bool:
     return [site.config.rope_parameters for site in fresh] == [site.config.rope_parameters for site in family.sites]
 
 
-def align_settings(family: Family, before: PreTrainedConfig, journal: Journal) -> None:
+def align_settings(
+    family: Family, before: PreTrainedConfig, journal: Journal, resized: Collection[str] = ()
+) -> None:
     """Bring numbers that modules derive from their configuration to what the edited one gives.
 
     The softmax scale of latent attention under YaRN is one: it is computed when the module is built.
+
+    Args:
+        resized: names of the weights that were given another shape
 
     Raises:
         UnsupportedMethodError: the edited configuration asks for weights of another shape.
     """
     old, new = build(family.owner, before), build(family.owner, family.config)
-    if {name: weight.shape for name, weight in old.named_parameters()} != {
-        name: weight.shape for name, weight in new.named_parameters()
+    if {name: weight.shape for name, weight in old.named_parameters() if name not in resized} != {
+        name: weight.shape for name, weight in new.named_parameters() if name not in resized
     }:
         raise UnsupportedMethodError(
             f"This change gives {family.title} weights of another shape, so it cannot be made."
