@@ -147,3 +147,364 @@ def test_every_number_of_heads(heads, method):
     trained = model.transformer.wpe.weight.double().tolist()
     found = logits(hf_posenc.patch(model, method), IDS[:, :30])[0].double()
     assert_close(found, expected(model, method, IDS[0, :30], trained), atol=1e-4, rtol=0)
+
+
+# --- however a text is read ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "method"), STEPPED)
+def test_one_pass_is_chunks_is_decoding(family, method):
+    """Beyond the trained length, with a growing and with a static cache."""
+    model = patched(family, method)
+    whole = logits(model)
+    assert_close(stepwise(model, IDS, CUTS), whole, atol=1e-4, rtol=0)
+    cache = StaticCache(config=model.config, max_cache_len=96)
+    assert_close(stepwise(model, IDS, [24, 9, *[1] * 9], cache), whole[:, :42], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("family", "method"), OWN)
+def test_padding_changes_nothing(family, method, side):
+    """Nor does what stands where there is padding."""
+    model, rows = patched(family, method), [IDS[0, :40], IDS[0, 20:80], IDS[0, 3:20]]
+    ids, mask = padded(rows, side)
+    found = logits(model, ids, attention_mask=mask)
+    for row, keep, text in zip(found, mask.bool(), rows, strict=True):
+        assert_close(row[keep], logits(model, text[None])[0], atol=1e-4, rtol=0)
+    other = logits(model, torch.where(mask.bool(), ids, 77), attention_mask=mask)
+    assert torch.equal(other[mask.bool()], found[mask.bool()])
+
+
+@pytest.mark.parametrize(("family", "method"), STEPPED)
+def test_generate(family, method):
+    model = patched(family, method)
+    ids, mask = padded([IDS[0, :40], IDS[0, :59]], "left")
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    found = model.generate(ids, attention_mask=mask, **settings)[:, 59:]
+    for row, text in zip(found, (IDS[:, :40], IDS[:, :59]), strict=True):
+        assert torch.equal(row, greedy(model, text, 12)[0, text.shape[1] :])
+    beams = [model.generate(IDS[:, :50], num_beams=3, use_cache=cached, **settings) for cached in (True, False)]
+    assert torch.equal(*beams)
+
+
+@pytest.mark.parametrize(("family", "method"), OWN)
+def test_embeddings_in_place_of_tokens(family, method):
+    model = patched(family, method)
+    vectors = model.get_input_embeddings()(IDS)
+    assert_close(model(inputs_embeds=vectors).logits, logits(model), atol=1e-6, rtol=0)
+    # Nothing waits for the next call of the embeddings.
+    logits(model)
+    assert torch.equal(model.get_input_embeddings()(IDS), vectors)
+
+
+@pytest.mark.parametrize(("family", "method"), STEPPED)
+def test_later_tokens_never_reach_back(family, method):
+    model, ids = patched(family, method), IDS.clone()
+    ids[0, -1] = 5
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        assert torch.equal(logits(model, ids)[:, :-1], logits(model)[:, :-1])
+
+
+@pytest.mark.parametrize("method", ["sinusoidal", "alibi", "rope", "learned:max_positions=300"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_packed_documents(family, method):
+    """OPT, unpatched as well, sees one document from another."""
+    if family == "llama" and method == "rope":
+        pytest.skip("it has one")
+    model = patched(family, method)
+    places = torch.cat((torch.arange(30), torch.arange(40)))[None]
+    found = logits(model, IDS[:, :70], position_ids=places)
+    assert_close(found[:, 30:], logits(model, IDS[:, 30:70]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["sinusoidal", "learned:max_positions=300", "rope", "alibi"])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_four_times_the_trained_length(family, method):
+    model, ids = patched(family, method), tiny.tokens(1, 256)
+    found = logits(model, ids)
+    assert found.isfinite().all() and not torch.equal(found[:, 100], logits(model, ids.roll(1, 1))[:, 101])
+    if family == "bert":
+        assert torch.equal(logits(model, ids, token_type_ids=torch.zeros_like(ids)), found)
+        assert not torch.equal(logits(model, ids, token_type_ids=torch.ones_like(ids)), found)
+
+
+@pytest.mark.parametrize(("family", "method"), OWN)
+def test_bfloat16_is_near(family, method):
+    model = patched(family, method)
+    found, exact = logits(model.to(torch.bfloat16)).float(), logits(model.float())
+    assert (found - exact).norm() < 0.05 * exact.norm()
+
+
+# --- in place, and back ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "method"), OWN)
+def test_unpatch_leaves_nothing(family, method):
+    model = built(family)
+    plain, before = logits(model, IDS[:, :60]), {name: set(vars(module)) for name, module in model.named_modules()}
+    config, state = model.config.to_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    stirred(hf_posenc.patch(model, method))
+    logits(model)
+    hf_posenc.unpatch(model)
+    assert torch.equal(logits(model, IDS[:, :60]), plain) and model.config.to_dict() == config
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._state_dict_pre_hooks for m in model.modules())
+    for old, new in ((state, model.state_dict()), (buffers, dict(model.named_buffers()))):
+        assert list(old) == list(new) and all(torch.equal(old[name], new[name]) for name in old)
+
+
+@pytest.mark.parametrize(("family", "method"), OWN)
+def test_siblings_copies_and_pickles(family, method):
+    config = built(family).config
+    cls = type(built(family))
+    one, other = cls(config).eval(), cls(config).eval()
+    plain, trained = logits(other, IDS[:, :60]), logits(one, IDS[:, :60])
+    stirred(hf_posenc.patch(one, method))
+    found = logits(one)
+    assert torch.equal(logits(other, IDS[:, :60]), plain) and other.config is config
+    for clone in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert torch.equal(logits(clone), found)
+        assert torch.equal(logits(hf_posenc.unpatch(clone), IDS[:, :60]), trained)
+    assert torch.equal(logits(one), found)
+
+
+@pytest.mark.parametrize(("family", "method"), OWN)
+def test_saved_and_loaded(family, method, tmp_path):
+    model = patched(family, method)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    again = hf_posenc.from_pretrained(tmp_path)
+    assert torch.equal(logits(again), expected) and hf_posenc.current(again) == hf_posenc.current(model)
+    assert_close(logits(hf_posenc.unpatch(again), IDS[:, :60]), logits(built(family), IDS[:, :60]), atol=1e-4, rtol=0)
+    if method.startswith("learned") and family != "llama":
+        plain = type(model).from_pretrained(tmp_path)
+        assert torch.equal(logits(plain), expected)
+        return
+    with pytest.raises((RuntimeError, ValueError)):  # a table of another shape, or the first forward
+        logits(type(model).from_pretrained(tmp_path), IDS[:, :60])
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}])
+@pytest.mark.parametrize(("family", "method"), [pair for pair in OWN if pair[0] in ("gpt2", "bert", "llama")])
+def test_gradients(family, method, checkpointing):
+    """Two forwards before one backward, against finite differences of what is learned and of the tokens' embeddings."""
+    model = patched(family, method).train().double()
+    if checkpointing:
+        model.gradient_checkpointing_enable(checkpointing)
+    first, second = IDS, tiny.tokens(2, 40, 2)
+    loss = model(first).logits.pow(2).mean() + model(second).logits.pow(2).mean()
+    loss.backward()
+    learned = [p for name, p in model.named_parameters() if "posenc" in name or p is table_weight(model, method)]
+    assert learned or "slopes" not in method
+    for parameter in [*learned[:1], model.get_input_embeddings().weight]:
+        direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        slope, step, values = (parameter.grad * direction).sum(), 1e-3, []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.add_(sign * step * direction)
+                values.append(model(first).logits.pow(2).mean() + model(second).logits.pow(2).mean())
+                parameter.sub_(sign * step * direction)
+        assert_close(slope, (values[0] - values[1]) / (2 * step), rtol=1e-2, atol=1e-4)
+
+
+def table_weight(model, method):
+    return table_of(model).weight if method.startswith("learned") and model.config.model_type != "llama" else None
+
+
+# --- a trained table, stretched --------------------------------------------------------------------------------------
+
+TABLES = ["gpt2", "opt", "bert", "bert_causal", "roberta"]
+SHAPES = ["linear", "cubic", "copy", "linear,keep_head=true", "cubic,keep_head=true"]
+
+
+def head_of(family: str) -> int:
+    """Rows before that of position 0."""
+    return {"opt": 2, "roberta": 1}.get(family, 0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", TABLES)
+def test_stretched_tables(family, shape):
+    model, head = built(family), head_of(family)
+    old = table_of(model).weight.detach().clone()
+    length = len(old) - head
+    hf_posenc.patch(model, f"learned:max_positions={2 * length + 5},interpolation={shape}")
+    new = table_of(model).weight.detach()
+    kind, keep = shape.split(",")[0], "keep" in shape
+    rows = reference.stretched(old[head:].double().tolist(), 2 * length + 5, kind, keep)
+    assert torch.equal(new[:head], old[:head])
+    assert_close(new[head:].double(), torch.tensor(rows, dtype=torch.float64), atol=1e-6, rtol=0)
+    if keep or kind == "copy":
+        assert torch.equal(new[: len(old)], old)
+    assert model.config.max_position_embeddings == len(new) - (2 if family == "opt" else 0)
+    assert table_of(model).num_embeddings == len(new)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", TABLES)
+def test_its_own_length_changes_nothing(family, shape):
+    model = built(family)
+    plain, length = logits(model, IDS[:, :60]), len(table_of(model).weight) - head_of(family)
+    hf_posenc.patch(model, f"learned:max_positions={length},interpolation={shape}")
+    assert torch.equal(logits(model, IDS[:, :60]), plain)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", TABLES)
+def test_a_trained_stretched_table_is_kept(family, shape, tmp_path):
+    """It is a plain model, comes back as it was trained, never stretched twice, and gives the table of the length
+    before when it is taken off: the trained one where nothing was trained further."""
+    method = f"learned:max_positions=200,interpolation={shape}"
+    trained = built(family)
+    hf_posenc.patch(trained, method).save_pretrained(tmp_path / "untouched")
+    back = hf_posenc.unpatch(hf_posenc.from_pretrained(tmp_path / "untouched"))
+    assert_close(table_of(back).weight, table_of(built(family)).weight, atol=1e-5, rtol=0)
+    assert back.config.max_position_embeddings == built(family).config.max_position_embeddings
+    assert_close(logits(back, IDS[:, :60]), logits(built(family), IDS[:, :60]), atol=1e-4, rtol=0)
+
+    with torch.enable_grad():
+        trained(IDS, labels=IDS).loss.backward()
+    weight = table_of(trained).weight
+    assert weight.grad.abs().sum() > 0
+    weight -= weight.grad
+    expected = logits(trained)
+    trained.save_pretrained(tmp_path / "trained")
+    plain = type(trained).from_pretrained(tmp_path / "trained")
+    assert torch.equal(logits(plain), expected) and hf_posenc.current(plain) is None
+    for again in (hf_posenc.from_pretrained(tmp_path / "trained"), hf_posenc.restore(plain)):
+        assert torch.equal(logits(again), expected) and str(hf_posenc.current(again)) == str(
+            hf_posenc.current(trained)
+        )
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(hf_posenc.from_pretrained(tmp_path / "again")), expected)
+    hf_posenc.unpatch(trained)
+    assert torch.equal(table_of(trained).weight, table_of(built(family)).weight)
+
+
+def test_a_table_known_to_the_configuration_is_replaced(tmp_path):
+    hf_posenc.patch(built("gpt2"), "learned:max_positions=150").save_pretrained(tmp_path)
+    for method in ("learned:max_positions=100", "sinusoidal", "rope"):
+        for again in (hf_posenc.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)):
+            hf_posenc.patch(again, method)
+            expected = logits(hf_posenc.patch(built("gpt2"), method))
+            assert_close(logits(again), expected, atol=1e-4, rtol=0)
+            assert again.config.n_positions == (100 if "learned" in method else 64)
+            assert_close(
+                logits(hf_posenc.unpatch(again), IDS[:, :60]), logits(built("gpt2"), IDS[:, :60]), atol=1e-4, rtol=0
+            )
+
+
+def test_dtypes_and_frozen_tables_stay():
+    model = built("gpt2").to(torch.bfloat16)
+    model.transformer.wpe.weight.requires_grad_(False)
+    hf_posenc.patch(model, "learned:max_positions=100")
+    assert model.transformer.wpe.weight.dtype == torch.bfloat16 and not model.transformer.wpe.weight.requires_grad
+    assert hf_posenc.patch(tiny.TL().to(torch.bfloat16), "learned:max_positions=9").model.posenc.weight.dtype == (
+        torch.bfloat16
+    )
+
+
+def test_the_tokenizer_follows():
+    class Tokenizer:
+        model_max_length = 64
+
+    for family in ("gpt2", "roberta", "llama"):
+        tokenizer = Tokenizer()
+        hf_posenc.patch(built(family), "learned:max_positions=100", tokenizer=tokenizer)
+        assert tokenizer.model_max_length == 100
+    model = hf_posenc.patch(built("roberta"), "rope+yarn:factor=4", tokenizer=tokenizer)
+    assert tokenizer.model_max_length == 4 * 63 and model.config.max_position_embeddings == 4 * 63
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "says"),
+    [
+        ("gpt2", "learned:max_positions=63", "below the 64 positions"),
+        ("gpt2", "learned:max_positions=0", "at least 1"),
+        ("gpt2", "learned", "needs max_positions"),
+        ("gpt2", "learned:max_positions=90,interpolation=nearest", "linear, cubic, copy"),
+        ("gpt2", "learned:max_positions=90,keep_head=3", "true or false"),
+        ("gpt2", "sinusoidal:base=1", "above 1"),
+        ("gpt2", "sinusoidal+rope", "do not combine"),
+        ("bert", MAPS[0], "looks at later ones.*It can take: .*rope"),
+        ("gpt2", "pi:factor=2", "rope.yarn"),
+    ],
+)
+def test_what_is_refused_says_why(family, method, says):
+    model = built(family)
+    plain = logits(model, IDS[:, :60])
+    with pytest.raises((ValueError, TypeError), match=says):
+        hf_posenc.patch(model, method)
+    assert hf_posenc.current(model) is None and torch.equal(logits(model, IDS[:, :60]), plain)
+
+
+def test_a_text_beyond_a_new_table_is_told():
+    model = hf_posenc.patch(tiny.TL(), "learned:max_positions=50")
+    logits(model, IDS[:, :50])
+    with pytest.raises(ValueError, match=r"position 50, and the table .* has 50 rows: patch with a larger"):
+        logits(model, IDS[:, :51])
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+ADAPTED = [
+    ("gpt2", "learned:max_positions=150", "wpe"), ("opt", "learned:max_positions=150", "embed_positions"),
+    ("llama", "learned:max_positions=150", "posenc"), ("gpt2", "sinusoidal", None), ("gpt2", "alibi", None),
+    ("opt", "rope", None), ("gpt2", "toeplitz:max_distance=20", "posenc"), ("gpt2", "nope", None),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize(("family", "method", "saved"), ADAPTED)
+def test_adapters(family, method, saved, patch_first, tmp_path):
+    """What is learned trains under the adapter, is saved with it, and the base stays."""
+    peft = pytest.importorskip("peft")
+    built(family).save_pretrained(tmp_path / "base")
+    base = type(built(family)).from_pretrained(tmp_path / "base")
+    targets = ["c_attn"] if family == "gpt2" else ["q_proj", "v_proj"]
+    settings = {"r": 4, "target_modules": targets, "init_lora_weights": False, "fan_in_fan_out": family == "gpt2"}
+    config = peft.LoraConfig(**settings, modules_to_save=[saved] if saved else None)
+    if patch_first:
+        model = peft.get_peft_model(hf_posenc.patch(base, method), config)
+    elif saved == "posenc":
+        pytest.skip("not there yet")
+    else:
+        model = hf_posenc.patch(peft.get_peft_model(base, config), method)
+    with torch.enable_grad():
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    trained = {name: weight for name, weight in model.named_parameters() if weight.grad is not None}
+    assert all(weight.grad.abs().sum() > 0 for weight in trained.values())
+    if saved:
+        assert any(saved in name.split(".") for name in trained)
+    for weight in trained.values():
+        weight -= 0.1 * weight.grad
+    expected = logits(model)
+    with model.disable_adapter():
+        assert_close(logits(model), logits(hf_posenc.patch(built(family), method)), atol=1e-6, rtol=0)
+    model.save_pretrained(tmp_path / "adapter")
+    again = hf_posenc.from_pretrained(tmp_path / "adapter")
+    assert_close(logits(again), expected, atol=1e-5, rtol=0)
+    assert str(hf_posenc.current(again)) == method
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    assert_close(logits(hf_posenc.from_pretrained(tmp_path / "merged")), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_over_a_base_saved_with_a_stretched_table(tmp_path):
+    """The table of the base, trained since, is the one under the adapter."""
+    peft = pytest.importorskip("peft")
+    base = hf_posenc.patch(built("gpt2"), "learned:max_positions=150")
+    base.transformer.wpe.weight.mul_(1.5)
+    base.save_pretrained(tmp_path / "base")
+    model = hf_posenc.from_pretrained(tmp_path / "base")
+    settings = {"target_modules": ["c_attn"], "init_lora_weights": False, "fan_in_fan_out": True}
+    model = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    model.save_pretrained(tmp_path / "adapter")
+    again = hf_posenc.from_pretrained(tmp_path / "adapter")
+    assert_close(logits(again), logits(model), atol=1e-5, rtol=0)
+    assert str(hf_posenc.current(again)) == "learned:max_positions=150"
