@@ -105,7 +105,7 @@ class Learned(Native):
         before = copy.deepcopy(owner.config)
         before.max_position_embeddings = self.configured
         changed = set()
-        for parent, name, table in self._tables():
+        for parent, name, table in list(self._tables()):
             old = table.weight.detach()
             body = method.stretch(old[head:]) if length is None else method.shrink(old[head:], length).to(old.device)
             fresh = copy.deepcopy(table)

@@ -79,7 +79,7 @@ def logits(model, ids=IDS, **more):
 
 @pytest.fixture(autouse=True)
 def _without_gradients(request):
-    with torch.set_grad_enabled("gradient" in request.node.name or "train" in request.node.name):
+    with torch.set_grad_enabled("gradient" in request.node.name):
         yield
 
 
