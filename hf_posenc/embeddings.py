@@ -41,7 +41,7 @@ class Learned(Native):
     @classmethod
     def find(cls, root: PreTrainedModel) -> "Learned | None":
         length = getattr(root.config, "max_position_embeddings", None)
-        if not length:
+        if not length or not getattr(root.config, "num_attention_heads", None):
             return None
         tokens = core_of(root.get_input_embeddings())
         for owner in [module for module in root.modules() if isinstance(module, PreTrainedModel)][::-1]:
@@ -88,12 +88,33 @@ class Learned(Native):
         self.replace(Silent, journal)
 
     def replace(self, kind: "type[Silent]", journal: Journal) -> None:
-        """Put a module of ``kind`` in place of the table, whose length then binds nothing in the model."""
+        """Put a module of ``kind`` in place of the table, whose length then binds nothing in the model.
+
+        Raises:
+            UnsupportedMethodError: the model asks its table for more than vectors to add.
+        """
+        self._check_use()
         journal.swap(self.parent, self.name, kind(self.table))
         owner = self.owners[0]
         types = [buffer for name, buffer in owner.named_buffers() if name.rpartition(".")[2] == "token_type_ids"]
         if types and not any(buffer.any() for buffer in types if not buffer.is_meta):
             journal.before_forward(owner, say_types)
+
+    def _check_use(self) -> None:
+        owner = self.owners[0]
+        config = copy.copy(owner.config)
+        config.max_position_embeddings = self.configured
+        model = twin.build(owner, config)
+        place = Learned.find(model)
+        assert place is not None
+        place.parent._modules[place.name] = _Blank(place.table)
+        try:
+            twin.run(Family(owner, owner, [], self), model, length=2)
+        except UnsupportedMethodError as error:
+            raise UnsupportedMethodError(
+                f"{type(owner).__name__} does more with its table of positions than adding its rows to the token "
+                f"embeddings ({error.__cause__}), so nothing can take its place."
+            ) from error
 
     def resize(self, method: LearnedPositions, journal: Journal, length: int | None = None) -> None:
         """Stretch the trained table to ``max_positions`` of the method, or shrink a stretched one back to ``length``.
@@ -149,6 +170,13 @@ class Silent(nn.Module):
         return weight.new_zeros(1, 1, weight.shape[1])
 
 
+class _Blank(Silent):
+    """In place of the table of a twin that reads two tokens: vectors of the shape that methods give."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(1, 2, self.get_parameter("weight").shape[1])
+
+
 class Told(Silent):
     """In place of a table: adds what the method in force makes of the positions of this forward."""
 
@@ -201,8 +229,10 @@ def put(family: Family, method: EmbeddingMethod, journal: Journal) -> bool:
             raise UnsupportedMethodError(
                 f"max_positions={method.max_positions} is below the {native.trained_length} positions of its table."
             )
+        # Where rows before the first position are skipped by the table itself, positions are told from 0 on.
+        from_zero = native.head == 0 or type(native.table).forward is not nn.Embedding.forward
         native.resize(method, journal)
-        if native.table.padding_idx is None and "position_ids" in _parameters(family.owner):
+        if from_zero and "position_ids" in _parameters(family.owner):
             _tell(family.owner, Embedded(None, 0, True, _parameters(family.owner)), journal)
         return True
     if isinstance(native, Learned):
