@@ -2,8 +2,8 @@
 
     p(t)[2k] = sin(t * base ** (-2k / d)),    p(t)[2k + 1] = cos(t * base ** (-2k / d))
 
-over the d dimensions of the embedding. A learned table, a bias or a rotation goes. Any length has its vectors; attention
-keeps its stock kernels. Verified against tests/reference.py.
+over the d dimensions of the embedding. A learned table, a bias or a rotation goes. Any length has its vectors;
+attention keeps its stock kernels. Verified against tests/reference.py.
 """
 
 from dataclasses import dataclass
