@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import adapters, attention, bloom, embeddings, persistence, twin  # noqa: F401 (two register their kinds)
+from . import adapters, attention, bloom, embeddings, persistence, twin  # noqa: F401 (bloom registers its kind)
 from .families import (
     Family,
     UnsupportedMethodError,
@@ -24,6 +24,7 @@ from .families import (
 from .journal import Journal
 from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, Rope
 from .methods.bias import BiasMethod
+from .methods.embedding import EmbeddingMethod
 from .methods.nope import NoPE
 from .methods.position_map import PositionMap, Stack
 from .methods.rope import Grounded, RoPE, inside
@@ -182,7 +183,7 @@ def methods(model: nn.Module | None = None) -> list[str]:
         main_rope(family, ropes)
     except UnsupportedMethodError:
         return []
-    able: list[type[Method]] = [NoPE] if family.native else [FrequencyMethod]
+    able: list[type[Method]] = [EmbeddingMethod, NoPE if family.native else FrequencyMethod]
     try:
         for one in family.each():
             one.native.plans(one) if one.native else twin.plan(one)
@@ -254,7 +255,12 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> Any:
 
 def _put_back(model: nn.Module, method: str, saved: PreTrainedConfig) -> None:
     """Patch with the method that the configuration ``saved`` records."""
+    entry = persistence.recorded(saved)
+    stretched = entry is not None and entry.get("in_weights") and entry["method"] == method
+    kept = embeddings.learned_table(locate(model)) if stretched else None
     _put(model, create(method))
+    if kept is not None:
+        embeddings.learned_table(locate(model)).data.copy_(kept)
     persistence.warn_of_edits(saved, locate(model).root.config)
 
 
@@ -276,8 +282,8 @@ def _load_adapter(path: str | Path, **kwargs: Any) -> Any:
         base = from_pretrained(base_path, **kwargs)
     else:
         base, _ = persistence.load_base(base_path, **kwargs)
-        persistence.check_base(entry, base.config, path)
-        _put(base, create(entry["method"]))
+        persistence.check_base(entry, persistence.without_scheme(base.config), path)
+        _put_back(base, entry["method"], copy.deepcopy(base.config))
     return PeftModel.from_pretrained(base, path, config=config, **settings)
 
 
@@ -328,6 +334,9 @@ def _change_rotation(model: nn.Module, family: Family, method: Method, ropes: Ro
         raise UnsupportedMethodError(
             f"{family.title} has a rotation of its own: leave 'rope' out, or take 'abf' for another base."
         )
+    if isinstance(method, EmbeddingMethod):
+        write_frequencies(family, NoPE(), ropes, journal)
+        return embeddings.put(locate(model), method, journal)
     if isinstance(method, FrequencyMethod) and not method.acts_in_attention:
         mark = len(journal.entries)
         try:
@@ -371,6 +380,8 @@ def _replace_native(model: nn.Module, family: Family, method: Method, rope: Rope
     if isinstance(method, NoPE):
         family.native.silence(journal)
         return False
+    if isinstance(method, EmbeddingMethod):
+        return embeddings.put(family, method, journal)
     top: AttentionMethod
     frequencies, capacity = rope.frequencies, None
     if isinstance(method, RoPE | Grounded):
@@ -406,6 +417,8 @@ def _forget_record(family: Family, journal: Journal) -> None:
     entry = persistence.recorded(family.root.config)
     if entry is None:
         return
+    if entry.get("in_weights"):
+        embeddings.forget(family, create(entry["method"]), entry["original"]["length"], journal)
     before, plain = copy.deepcopy(family.config), text_config_of(persistence.without_scheme(family.root.config))
     # A family may keep rotary configurations of its own, derived from the model's when it is built.
     fresh = [(family.config, plain)]

@@ -22,6 +22,7 @@ from .guard import NOT_IN_FORCE
 from .journal import Journal
 from .methods.base import AttentionMethod, LengthMethod, Method, Rope
 from .methods.bias import BiasMethod
+from .methods.position_map import PositionMap
 from .rotary import Ropes
 from .turning import Source
 from .twin import Plan
@@ -202,6 +203,13 @@ def install(
         raise UnsupportedMethodError(f"{method} would change no layer of {family.title}.")
     parameters = list(inspect.signature(owner.forward).parameters)
     forwards = all("hf_posenc" in plan.keywords for plan in plans)
+    if isinstance(inside, PositionMap) and len(inside.parts()) > 1:
+        for plan in plans:
+            if not getattr(live[plan.name], "is_causal", True):
+                raise UnsupportedMethodError(
+                    f"{method} says where earlier tokens stand, and {plan.name} of {family.title} looks at later ones "
+                    "too: take 'rope', over a frequency method or alone, or a bias."
+                )
     holder = "" if isinstance(inside, LengthMethod) else str(method)
     scheme = Scheme(inside, sources, stock, parameters, forwards, capacity, holder)
     journal.set(owner, "_hf_posenc", scheme)

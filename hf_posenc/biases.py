@@ -55,7 +55,7 @@ def bias_mask(call: Call, begin: int, end: int, stop: int) -> torch.Tensor:
     bias = method.bias(
         distances(call, begin, end, stop), call.query.shape[1], call.causal, getattr(call.module, "posenc", None)
     )
-    lowest, mask = torch.finfo(dtype).min, call.rows(begin, end, stop)
+    lowest, mask = max(torch.finfo(dtype).min, torch.finfo(bias.dtype).min), call.rows(begin, end, stop)
     if mask is None and call.causal and call.query.shape[2] > 1:
         slots = torch.arange(stop, device=bias.device)
         own = slots[call.key.shape[2] - call.query.shape[2] + begin :][: end - begin]

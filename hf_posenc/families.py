@@ -338,6 +338,16 @@ def _head_dim(config: PreTrainedConfig, slot: Slot | None = None) -> int:
     return int(width or config.hidden_size // config.num_attention_heads)
 
 
+def core_of(module: Any) -> Any:
+    """A module without what PEFT puts around it."""
+    while True:
+        inner = vars(module).get("_modules", {}) if isinstance(module, nn.Module) else {}
+        wrapped = inner.get("original_module", inner.get("base_layer"))
+        if wrapped is None:
+            return module
+        module = wrapped
+
+
 def live_modules(owner: nn.Module) -> dict[str, nn.Module]:
     """Modules by the names a fresh model would give them, whatever wraps them now."""
     return {

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -49,7 +50,25 @@ class _Child:
         _swap_child(self.owner, self.name, self.new)
 
     def revert(self) -> None:
+        # What stands there now: PEFT wraps it.
+        self.new = self.owner.get_submodule(self.name)
         _swap_child(self.owner, self.name, self.old)
+
+
+@dataclass
+class _Buffer:
+    """A buffer; the one that is not in the module follows it to its device when it returns."""
+
+    owner: nn.Module
+    name: str
+    old: torch.Tensor
+    new: torch.Tensor
+
+    def apply(self) -> None:
+        self.owner._buffers[self.name] = self.new.to(self.owner.get_buffer(self.name).device)
+
+    def revert(self) -> None:
+        self.owner._buffers[self.name] = self.old.to(self.owner.get_buffer(self.name).device)
 
 
 @dataclass
@@ -99,7 +118,7 @@ def _swap_child(owner: nn.Module, name: str, new: nn.Module) -> None:
 class Journal:
     """Changes to one model, in the order they were made."""
 
-    entries: list[_Attribute | _Child | _Addition | _Hook] = field(default_factory=list)
+    entries: list[_Attribute | _Child | _Buffer | _Addition | _Hook] = field(default_factory=list)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of a module or config."""
@@ -114,6 +133,10 @@ class Journal:
     def swap(self, owner: nn.Module, name: str, module: nn.Module) -> None:
         """Replace the submodule ``name`` of ``owner``."""
         self._do(_Child(owner, name, owner.get_submodule(name), module))
+
+    def buffer(self, owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        """Replace the buffer ``name`` of ``owner``."""
+        self._do(_Buffer(owner, name, owner.get_buffer(name), tensor))
 
     def add(self, owner: nn.Module, name: str, module: nn.Module) -> None:
         """Add a submodule."""
@@ -131,7 +154,7 @@ class Journal:
         """Call a module-level ``function(module, prefix, keep_vars)`` whenever the state dict is taken."""
         self._do(_Hook(owner, "register_state_dict_pre_hook", function, {}))
 
-    def _do(self, entry: _Attribute | _Child | _Addition | _Hook) -> None:
+    def _do(self, entry: _Attribute | _Child | _Buffer | _Addition | _Hook) -> None:
         entry.apply()
         self.entries.append(entry)
 

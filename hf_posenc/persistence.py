@@ -49,6 +49,8 @@ def record(
     this package registers, so that a plain load stops with an error instead of dropping the scheme.
     """
     entry = {"method": str(method), "version": VERSION, "original": original}
+    if native and family.native is not None:
+        entry["in_weights"] = True  # loads as it is, and is not to be made again
     for config in {id(config): config for config in (family.root.config, family.config)}.values():
         journal.set(config, "hf_posenc", entry)
         if not native:
@@ -153,7 +155,8 @@ def load_base(path: str | Path, **kwargs: Any) -> tuple[PreTrainedModel, PreTrai
         shared = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "trust_remote_code", "gguf_file",
                                                "subfolder", "local_files_only") if key in kwargs}  # fmt: skip
         config = AutoConfig.from_pretrained(config or path, **shared)
-    plain = without_scheme(config)
+    entry = recorded(config)
+    plain = copy.deepcopy(config) if entry and entry.get("in_weights") else without_scheme(config)
     shifted = sorted({"rope_parameters", "max_position_embeddings"} & kwargs.keys())
     if shifted and recorded(config) is not None:
         raise ValueError(

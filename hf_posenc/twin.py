@@ -4,6 +4,7 @@ positions while no weight of the real one is read."""
 import copy
 import inspect
 import threading
+from collections.abc import Collection
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,10 +20,13 @@ from .weightless import Weightless
 
 # A prime that is no width of any model: a dimension of this size holds the rows of the probe.
 _ROWS = 37
-_NO_INTERFACE = (
-    "The attention of {} does not pass through transformers' attention interface; frequency methods (pi, ntk, abf, "
-    "yarn, llama3 ...) work on it, methods inside attention do not."
-)
+_NO_INTERFACE = "The attention of {} does not pass through transformers' attention interface; {} not."
+_OTHERS = "frequency methods (pi, ntk, abf, yarn, llama3 ...) work on it, methods inside attention do"
+
+
+def _no_interface(family: Family) -> str:
+    others = _OTHERS if family.native is None else "methods outside of it work on it, those inside do"
+    return _NO_INTERFACE.format(family.title, others)
 
 
 def build(owner: PreTrainedModel, config: PreTrainedConfig, attention: str | None = None) -> PreTrainedModel:
@@ -42,17 +46,20 @@ def describes(family: Family) -> bool:
     return [site.config.rope_parameters for site in fresh] == [site.config.rope_parameters for site in family.sites]
 
 
-def align_settings(family: Family, before: PreTrainedConfig, journal: Journal) -> None:
+def align_settings(family: Family, before: PreTrainedConfig, journal: Journal, resized: Collection[str] = ()) -> None:
     """Bring numbers that modules derive from their configuration to what the edited one gives.
 
     The softmax scale of latent attention under YaRN is one: it is computed when the module is built.
+
+    Args:
+        resized: names of the weights that were given another shape
 
     Raises:
         UnsupportedMethodError: the edited configuration asks for weights of another shape.
     """
     old, new = build(family.owner, before), build(family.owner, family.config)
-    if {name: weight.shape for name, weight in old.named_parameters()} != {
-        name: weight.shape for name, weight in new.named_parameters()
+    if {name: weight.shape for name, weight in old.named_parameters() if name not in resized} != {
+        name: weight.shape for name, weight in new.named_parameters() if name not in resized
     }:
         raise UnsupportedMethodError(
             f"This change gives {family.title} weights of another shape, so it cannot be made."
@@ -128,7 +135,7 @@ def plan(family: Family, attention: str = "hf_posenc") -> list[Plan]:
     try:
         twin = build(family.owner, family.config, attention=attention)
     except (KeyError, ValueError):
-        raise UnsupportedMethodError(_NO_INTERFACE.format(family.title)) from None
+        raise UnsupportedMethodError(_no_interface(family)) from None
     sources = [(index, slot) for index, site in enumerate(family.sites) for slot in site.slots]
     rows = max(_ROWS, 2 + len(sources))
     sites = rotary_sites(twin)
@@ -142,9 +149,33 @@ def plan(family: Family, attention: str = "hf_posenc") -> list[Plan]:
         site.parent._modules[site.name] = _Stub(
             real, rows, {slot.label: sources.index((index, slot)) for slot in site.slots}
         )
+    probe = run(family, twin, rows)
+    if not probe.records:
+        raise UnsupportedMethodError(_no_interface(family))
+    names = {id(module): name for name, module in twin.named_modules()}
+    plans: dict[str, Plan] = {}
+    for module, query, key, value, kwargs in probe.records:
+        name = names[id(module)]
+        if not torch.equal(value[0], value[1]):
+            raise UnsupportedMethodError(
+                f"{name} of {family.title} turns values along with keys; frequency methods work on it, methods inside "
+                "attention do not."
+            )
+        found = _read(family, name, query, key, kwargs, len(sources))
+        if plans.setdefault(found.name, found) != found:
+            raise UnsupportedMethodError(f"{found.name} of {family.title} uses two different rotations.")
+    return list(plans.values())
+
+
+def run(family: Family, twin: PreTrainedModel, rows: int = _ROWS, length: int = 1) -> Probe:
+    """One forward of a twin with ``length`` tokens; returns what arrived at the attention function.
+
+    Raises:
+        UnsupportedMethodError: it does not go through without weights.
+    """
     probe = Probe()
     with _probing(probe), torch.no_grad(), Weightless(rows):
-        tokens = torch.zeros(rows, 1, dtype=torch.long)
+        tokens = torch.arange(length).expand(rows, length).clone()
         accepted = inspect.signature(twin.forward).parameters
         optional = {"position_ids": tokens.clone(), "use_cache": False}
         given = {name: value for name, value in optional.items() if name in accepted}
@@ -165,21 +196,7 @@ def plan(family: Family, attention: str = "hf_posenc") -> list[Plan]:
                 f"What {family.title} does with positions cannot be read without its weights ({type(error).__name__}: "
                 f"{error}); frequency methods may work on it, methods inside attention do not."
             ) from error
-    if not probe.records:
-        raise UnsupportedMethodError(_NO_INTERFACE.format(family.title))
-    names = {id(module): name for name, module in twin.named_modules()}
-    plans: dict[str, Plan] = {}
-    for module, query, key, value, kwargs in probe.records:
-        name = names[id(module)]
-        if not torch.equal(value[0], value[1]):
-            raise UnsupportedMethodError(
-                f"{name} of {family.title} turns values along with keys; frequency methods work on it, methods inside "
-                "attention do not."
-            )
-        found = _read(family, name, query, key, kwargs, len(sources))
-        if plans.setdefault(found.name, found) != found:
-            raise UnsupportedMethodError(f"{found.name} of {family.title} uses two different rotations.")
-    return list(plans.values())
+    return probe
 
 
 def plan_unrotated(family: Family) -> list[Plan]:

@@ -405,12 +405,6 @@ def dynamic_logits(model, ids: torch.Tensor, frequencies_of_length: Callable, **
 # --- a whole BLOOM ---------------------------------------------------------------------------------------------------
 
 
-def layer_norm(hidden: torch.Tensor, weights: dict, name: str, epsilon: float) -> torch.Tensor:
-    centred = hidden - hidden.mean(-1, keepdim=True)
-    scale = (centred.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
-    return centred / scale * weights[f"{name}.weight"] + weights[f"{name}.bias"]
-
-
 def bloom_logits(
     model,
     ids: torch.Tensor,
@@ -433,11 +427,14 @@ def bloom_logits(
     def linear(states, name):
         return states @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
+    def norm(states, name):
+        return layer_norm(states, weights[f"{name}.weight"], weights[f"{name}.bias"], epsilon)
+
     hidden = weights["transformer.word_embeddings.weight"][ids]
-    hidden = layer_norm(hidden, weights, "transformer.word_embeddings_layernorm", epsilon)
+    hidden = norm(hidden, "transformer.word_embeddings_layernorm")
     for layer in range(config.n_layer):
         block = f"transformer.h.{layer}"
-        normed = layer_norm(hidden, weights, f"{block}.input_layernorm", epsilon)
+        normed = norm(hidden, f"{block}.input_layernorm")
         fused = linear(normed, f"{block}.self_attention.query_key_value").view(n, heads, 3, dim)
         query, key, value = (fused[:, :, part].transpose(0, 1) for part in range(3))
         attended = torch.zeros(n, heads, dim, dtype=torch.float64)
@@ -453,9 +450,153 @@ def bloom_logits(
                 scores = scores + torch.tensor(terms, dtype=torch.float64)
             attended[i] = (scores.softmax(-1)[..., None] * value[:, : i + 1]).sum(1)
         hidden = (normed if post else hidden) + linear(attended.reshape(n, -1), f"{block}.self_attention.dense")
-        normed = layer_norm(hidden, weights, f"{block}.post_attention_layernorm", epsilon)
+        normed = norm(hidden, f"{block}.post_attention_layernorm")
         inner = linear(normed, f"{block}.mlp.dense_h_to_4h")
         inner = inner * 0.5 * (1 + torch.tanh(0.79788456 * inner * (1 + 0.044715 * inner * inner)))
         hidden = (normed if post else hidden) + linear(inner, f"{block}.mlp.dense_4h_to_h")
-    hidden = layer_norm(hidden, weights, "transformer.ln_f", epsilon)
+    hidden = norm(hidden, "transformer.ln_f")
     return hidden @ weights["lm_head.weight"].T
+
+
+# --- absolute positions, and models that have a table of them --------------------------------------------------------
+
+
+def sinusoid(t: float, width: int, base: float = 10000.0) -> list[float]:
+    """p(t) of "Attention is all you need": even dimensions are sines, odd ones cosines."""
+    angles = [t / base ** (2 * (dimension // 2) / width) for dimension in range(width)]
+    return [math.cos(angle) if dimension % 2 else math.sin(angle) for dimension, angle in enumerate(angles)]
+
+
+def cubic_kernel(x: float, a: float = -0.75) -> float:
+    """Keys' cubic convolution."""
+    x = abs(x)
+    if x <= 1:
+        return (a + 2) * x**3 - (a + 3) * x**2 + 1
+    return a * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
+
+
+def stretched(
+    table: list[list[float]], count: int, interpolation: str = "linear", keep_head: bool = False
+) -> list[list[float]]:
+    """A table of L rows made `count` long, first on first and last on last; copies start again instead."""
+    length, rows = len(table), []
+    for t in range(count):
+        place = t * (length - 1) / (count - 1) if count > 1 else 0.0
+        if interpolation == "copy":
+            weights = {t % length: 1.0}
+        elif keep_head and t < length:
+            weights = {t: 1.0}
+        else:
+            weights = {}
+            for row in range(math.floor(place) - 1, math.floor(place) + 3):
+                distance = place - row
+                near = max(0.0, 1 - abs(distance)) if interpolation == "linear" else cubic_kernel(distance)
+                inside = min(max(row, 0), length - 1)
+                weights[inside] = weights.get(inside, 0.0) + near
+        rows.append([sum(weight * table[row][d] for row, weight in weights.items()) for d in range(len(table[0]))])
+    return rows
+
+
+def layer_norm(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float = 1e-5) -> torch.Tensor:
+    centred = hidden - hidden.mean(-1, keepdim=True)
+    return centred / (centred.pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * weight + bias
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def gelu_new(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    heads: int,
+    angle: Angle | None,
+    bias: Callable[[int, int, int], float] | None,
+    causal: bool,
+    factor: float,
+) -> torch.Tensor:
+    """Attention of rows (n, heads * dim), row by row; `factor` is that on cos and sin."""
+    n, dim = query.shape[0], query.shape[1] // heads
+    query, key, value = (states.view(n, heads, dim).transpose(0, 1) for states in (query, key, value))
+    output = torch.zeros(n, heads, dim, dtype=torch.float64)
+    for i in range(n):
+        seen = range(i + 1) if causal else range(n)
+        left, right = query[:, i : i + 1].expand(-1, len(seen), -1), key[:, : len(seen)]
+        if angle is not None:
+            pairs = [angle(i, j) for j in seen]
+            left = rotate_rows(left, torch.tensor([pair[0] for pair in pairs], dtype=torch.float64))
+            right = rotate_rows(right, torch.tensor([pair[1] for pair in pairs], dtype=torch.float64))
+        scores = (left * right).sum(-1) * dim**-0.5 * factor**2
+        if bias is not None:
+            scores = scores + torch.tensor([[bias(h, i, j) for j in seen] for h in range(heads)])
+        output[i] = (scores.softmax(-1)[..., None] * value[:, : len(seen)]).sum(1)
+    return output.reshape(n, heads * dim)
+
+
+def table_model_logits(
+    model,
+    ids: torch.Tensor,
+    table: list[list[float]] | None,
+    *,
+    angle: Angle | None = None,
+    bias_of_layer: Callable[[int], Callable] | None = None,
+    factor: float = 1.0,
+) -> torch.Tensor:
+    """Logits (n, vocab) in float64 of a GPT-2, OPT or BERT for one row of ids (n,), from its weights alone.
+
+    `table` holds the vector that is added at every position, None for none at all. A BERT whose config says
+    `is_decoder` is causal.
+    """
+    weights = {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
+    config, kind = model.config, model.config.model_type
+    n, heads = len(ids), config.num_attention_heads
+    added = 0.0 if table is None else torch.tensor(table[:n], dtype=torch.float64)
+
+    def linear(states, name):
+        if kind == "gpt2":  # stored the other way round
+            return states @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
+        return states @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def norm(states, name):
+        return layer_norm(states, weights[f"{name}.weight"], weights[f"{name}.bias"], epsilon)
+
+    def attention(query, key, value, causal):
+        bias = bias_of_layer(layer) if bias_of_layer else None
+        return attended(query, key, value, heads, angle, bias, causal, factor)
+
+    if kind == "gpt2":
+        epsilon, hidden = config.layer_norm_epsilon, weights["transformer.wte.weight"][ids] + added
+        for layer in range(config.num_hidden_layers):
+            block = f"transformer.h.{layer}"
+            parts = linear(norm(hidden, f"{block}.ln_1"), f"{block}.attn.c_attn").chunk(3, dim=-1)
+            hidden = hidden + linear(attention(*parts, True), f"{block}.attn.c_proj")
+            inner = gelu_new(linear(norm(hidden, f"{block}.ln_2"), f"{block}.mlp.c_fc"))
+            hidden = hidden + linear(inner, f"{block}.mlp.c_proj")
+        return norm(hidden, "transformer.ln_f") @ weights["lm_head.weight"].T
+    if kind == "opt":
+        epsilon, hidden = 1e-5, weights["model.decoder.embed_tokens.weight"][ids] + added
+        for layer in range(config.num_hidden_layers):
+            block = f"model.decoder.layers.{layer}"
+            normed = norm(hidden, f"{block}.self_attn_layer_norm")
+            parts = [linear(normed, f"{block}.self_attn.{name}_proj") for name in "qkv"]
+            hidden = hidden + linear(attention(*parts, True), f"{block}.self_attn.out_proj")
+            inner = linear(norm(hidden, f"{block}.final_layer_norm"), f"{block}.fc1").clamp(min=0)
+            hidden = hidden + linear(inner, f"{block}.fc2")
+        return norm(hidden, "model.decoder.final_layer_norm") @ weights["lm_head.weight"].T
+    epsilon = config.layer_norm_eps
+    hidden = weights["bert.embeddings.word_embeddings.weight"][ids] + added
+    hidden = norm(hidden + weights["bert.embeddings.token_type_embeddings.weight"][0], "bert.embeddings.LayerNorm")
+    for layer in range(config.num_hidden_layers):
+        block = f"bert.encoder.layer.{layer}"
+        parts = [linear(hidden, f"{block}.attention.self.{name}") for name in ("query", "key", "value")]
+        mixed = linear(attention(*parts, config.is_decoder), f"{block}.attention.output.dense")
+        hidden = norm(hidden + mixed, f"{block}.attention.output.LayerNorm")
+        inner = gelu(linear(hidden, f"{block}.intermediate.dense"))
+        hidden = norm(hidden + linear(inner, f"{block}.output.dense"), f"{block}.output.LayerNorm")
+    hidden = norm(gelu(linear(hidden, "cls.predictions.transform.dense")), "cls.predictions.transform.LayerNorm")
+    return hidden @ weights["cls.predictions.decoder.weight"].T + weights["cls.predictions.bias"]

@@ -100,6 +100,11 @@ PARAMETERS = {
         )
     ),
     "rope": st.fixed_dictionaries({}, optional={"rope_theta": st.floats(1.5, 1e9)}),
+    "sinusoidal": st.fixed_dictionaries({}, optional={"base": st.floats(1.5, 1e9)}),
+    "learned": st.fixed_dictionaries(
+        {"max_positions": tokens},
+        optional={"interpolation": st.sampled_from(["linear", "cubic", "copy"]), "keep_head": st.booleans()},
+    ),
 }
 CLASSES = {
     "pi": hf_posenc.PI, "ntk": hf_posenc.NTK, "abf": hf_posenc.ABF, "ntk_by_parts": hf_posenc.NTKByParts,
@@ -108,6 +113,7 @@ CLASSES = {
     "self_extend": hf_posenc.SelfExtend, "rerope": hf_posenc.ReRoPE, "leaky_rerope": hf_posenc.LeakyReRoPE,
     "dca": hf_posenc.DualChunk, "string": hf_posenc.STRING, "logn": hf_posenc.LogN, "nope": hf_posenc.NoPE,
     "alibi": hf_posenc.ALiBi, "toeplitz": hf_posenc.Toeplitz, "t5_bias": hf_posenc.T5Bias, "rope": hf_posenc.RoPE,
+    "sinusoidal": hf_posenc.Sinusoidal, "learned": hf_posenc.LearnedPositions,
 }  # fmt: skip
 
 

@@ -7,7 +7,9 @@ from .bias import BiasMethod
 from .dca import DualChunk
 from .dynamic_ntk import DynamicNTK
 from .dynamic_yarn import DynamicYaRN
+from .embedding import EmbeddingMethod
 from .leaky_rerope import LeakyReRoPE
+from .learned import LearnedPositions
 from .llama3 import Llama3
 from .logn import LogN
 from .longrope import LongRoPE
@@ -20,6 +22,7 @@ from .position_map import PositionMap, Stack
 from .rerope import ReRoPE
 from .rope import Grounded, RoPE
 from .self_extend import SelfExtend
+from .sinusoidal import Sinusoidal
 from .string import STRING
 from .t5_bias import T5Bias
 from .toeplitz import Toeplitz
@@ -35,9 +38,11 @@ __all__ = [
     "DualChunk",
     "DynamicNTK",
     "DynamicYaRN",
+    "EmbeddingMethod",
     "FrequencyMethod",
     "Grounded",
     "LeakyReRoPE",
+    "LearnedPositions",
     "LengthMethod",
     "Llama3",
     "LogN",
@@ -51,6 +56,7 @@ __all__ = [
     "RoPE",
     "Rope",
     "SelfExtend",
+    "Sinusoidal",
     "Stack",
     "T5Bias",
     "Toeplitz",
