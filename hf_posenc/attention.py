@@ -117,7 +117,7 @@ def before_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
 
 def _warn_beyond(scheme: Scheme, found: positions.Positions) -> None:
     """Say once where a text goes beyond what the method reaches."""
-    if scheme.capacity is None or torch.compiler.is_compiling() or int(found.total) <= scheme.capacity:
+    if scheme.capacity is None or torch.compiler.is_compiling():
         return
     reached = int(found.queries.amax()) + 1
     if reached > scheme.capacity:

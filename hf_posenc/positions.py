@@ -135,7 +135,7 @@ def _new_positions(position_ids: torch.Tensor | None, given: torch.Tensor, past:
         positions = position_ids[-3:] if position_ids.shape[0] == 4 else position_ids
     else:
         positions = position_ids.view(1, -1, length)
-    return positions.to(given.device).expand(-1, batch, -1)
+    return positions.to(given.device, torch.int64).expand(-1, batch, -1)
 
 
 def _all_positions(

@@ -34,7 +34,9 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     if context.once((layer.plan.source, "plain"), lambda: is_plain(method, layer.source, positions)):
         return call.run(call.query, call.key, call.value, call.rows(0, call.query.shape[2], slots))
     total = int(positions.total)
-    if slots >= total and kernels_do(call, parts):
+    # Blocks count positions from 0 on.
+    counted = context.once("counted", lambda: bool((positions.keys[..., :total] >= 0).all()))
+    if counted and slots >= total and kernels_do(call, parts):
         groups = call.query.shape[1] // call.key.shape[1]
         found = context.once(
             (layer.plan.source, layer.plan.pairing, groups, call.value.shape[:2], call.value.device, call.value.dtype),

@@ -530,6 +530,17 @@ def test_a_chunk_that_starts_again_behind_far_keys():
     assert_close(model(ids[:, 40:], **more).logits, whole[:, 40:], atol=1e-4, rtol=0)
 
 
+def test_positions_of_any_kind():
+    """Whole numbers of 32 bits, and distances that reach below 0."""
+    ids, places = tokens(1, 80), torch.arange(80)[None]
+    for method in (FAR, "string:shift=20,window=3", "rerope:window=6"):
+        model = llama(method)
+        expected = model(ids).logits
+        assert_close(model(ids, position_ids=places.int()).logits, expected, atol=1e-4, rtol=0)
+        if method != FAR:  # the others depend on distances alone
+            assert_close(model(ids, position_ids=places - 40).logits, expected, atol=1e-3, rtol=0)
+
+
 def mapped(query, key, value, mask=None):
     """The operator of compiled models, on positions in a row."""
     places = torch.arange(key.shape[2])[None, None]
