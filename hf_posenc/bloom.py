@@ -58,9 +58,6 @@ class FusedALiBi(Native):
         for module in self.attentions.values():
             journal.before_forward(module, replace_alibi)
 
-    def guard(self, journal: Journal) -> None:
-        journal.set(self.owners[0].config, "experts_implementation", "hf_posenc")
-
 
 def replace_alibi(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Pre-hook of an attention module: what is in force here in place of ALiBi, or nothing of the kind."""

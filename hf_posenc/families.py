@@ -131,10 +131,6 @@ class Native(ABC):
     def silence(self, journal: Journal) -> None:
         """Take it away, so that tokens carry no position."""
 
-    def guard(self, journal: Journal) -> None:  # noqa: B027
-        """Mark the configuration so that plain transformers stops at it, where the name of the attention
-        implementation does not see to that."""
-
 
 NATIVES: list[type[Native]] = []
 

@@ -63,18 +63,21 @@ def record(
 
 
 def _guard(family: Family, journal: Journal) -> None:
-    """Name our rope type, unless the family builds nothing but types that it lists itself (Phi-3)."""
-    if family.native is not None:
-        family.native.guard(journal)
-        return
+    """Name our rope type; where a family has none, or builds nothing but types that it lists itself (Phi-3), an
+    implementation of experts that nobody knows, which transformers looks up for every model, with experts or without.
+    """
     mark = len(journal.entries)
-    journal.set(family.config, "rope_parameters", guarded(family.config.rope_parameters))
     try:
-        family.config.validate()
-        family.root.config.validate()
-        twin.build(family.owner, family.config)
+        if family.native is None:
+            journal.set(family.config, "rope_parameters", guarded(family.config.rope_parameters))
+            family.config.validate()
+            family.root.config.validate()
+            twin.build(family.owner, family.config)
+            return
     except (StrictDataclassError, ValueError, KeyError, TypeError):
         journal.rollback(mark)
+    for config in {id(config): config for config in (family.root.config, family.config)}.values():
+        journal.set(config, "experts_implementation", "hf_posenc")
 
 
 def recorded(config: PreTrainedConfig) -> dict[str, Any] | None:
