@@ -85,6 +85,9 @@ class Plan:
         keywords: names of the keyword arguments that reach the attention function
         heads: query heads
         width: dimensions of a head
+        value_width: dimensions of a value
+        given: whether the module is handed the rotation as an argument
+        donor: the attention module whose keys and values it takes, where it makes none itself
     """
 
     name: str
@@ -97,6 +100,9 @@ class Plan:
     sliding_window: int | None = None
     heads: int = 0
     width: int = 0
+    value_width: int = 0
+    given: bool = False
+    donor: str | None = None
 
 
 @dataclass
@@ -149,11 +155,13 @@ def plan(family: Family, attention: str = "hf_posenc") -> list[Plan]:
         site.parent._modules[site.name] = _Stub(
             real, rows, {slot.label: sources.index((index, slot)) for slot in site.slots}
         )
+    given_to = _Receivers(twin)
     probe = run(family, twin, rows)
     if not probe.records:
         raise UnsupportedMethodError(_no_interface(family))
     names = {id(module): name for name, module in twin.named_modules()}
     plans: dict[str, Plan] = {}
+    donors: dict[str, torch.Tensor] = {}
     for module, query, key, value, kwargs in probe.records:
         name = names[id(module)]
         if not torch.equal(value[0], value[1]):
@@ -161,7 +169,14 @@ def plan(family: Family, attention: str = "hf_posenc") -> list[Plan]:
                 f"{name} of {family.title} turns values along with keys; frequency methods work on it, methods inside "
                 "attention do not."
             )
-        found = _read(family, name, query, key, kwargs, len(sources))
+        donor = next((other for other, made in donors.items() if other != name and torch.equal(made, value)), None)
+        donors.setdefault(name, value)
+        found = replace(
+            _read(family, name, query, key, kwargs, len(sources)),
+            value_width=value.shape[-1],
+            given=module in given_to.modules,
+            donor=donor,
+        )
         if plans.setdefault(found.name, found) != found:
             raise UnsupportedMethodError(f"{found.name} of {family.title} uses two different rotations.")
     return list(plans.values())
@@ -257,6 +272,21 @@ def _probing(probe: Probe):
         active.probe = None
 
 
+class _Receivers:
+    """Collects the modules of a twin that are handed the answer of a stub as an argument."""
+
+    def __init__(self, twin: nn.Module):
+        self.modules: set[nn.Module] = set()
+        for module in twin.modules():
+            module.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def _look(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            part = value[0] if isinstance(value, tuple | list) and value else value
+            if getattr(part, "_hf_posenc_stub", False):
+                self.modules.add(module)
+
+
 class _Stub(Wrapper):
     """Answers as a rotary module does, with the same angle for every dimension, by row."""
 
@@ -279,4 +309,6 @@ class _Stub(Wrapper):
     def _fill(self, like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Answer in the shape ``(..., batch, length, dim)`` of ``like``."""
         shape = (*like.shape[:-3], self.rows, *like.shape[-2:])
-        return values.view(-1, 1, 1).expand(shape).to(like.dtype).clone()
+        answer = values.view(-1, 1, 1).expand(shape).to(like.dtype).clone()
+        answer._hf_posenc_stub = True  # type: ignore[attr-defined]
+        return answer
