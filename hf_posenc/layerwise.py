@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from . import attention, rotary, twin
 from .families import Family, UnsupportedMethodError, live_modules, read_rope
 from .journal import Journal
-from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method
+from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, Rope
 from .methods.bias import BiasMethod
 from .methods.layerwise import Layerwise
 from .methods.nope import NoPE
@@ -48,7 +49,8 @@ def change(model: nn.Module, family: Family, method: Method, ropes: Ropes, journ
     assert isinstance(top, Layerwise)
     plans, rest = twin.plan(family), base or top.rest
     groups = _grouped(family, top, base, rest, plans)
-    originals, whole = [copy.deepcopy(site.config) for site in family.sites], _all_ropes(family)
+    rope = rotary.main_rope(family, ropes)
+    originals, whole = [_original(site, rope) for site in family.sites], _all_ropes(family, ropes, rope)
     rotary.prepare(family, rest, ropes, journal)
     changed, live = rotary.in_place(family), live_modules(family.owner)
     groups[0].sources = attention.rotations(changed, ropes)
@@ -70,9 +72,8 @@ def change(model: nn.Module, family: Family, method: Method, ropes: Ropes, journ
         number += 1
     parts = [part for place, group in enumerate(groups) if (part := _part(group, place, whole)) is not None]
     if parts:
-        rope = rotary.main_rope(family, ropes)
         assert isinstance(method, AttentionMethod)
-        attention.install_parts(family, method, parts, plans, model, journal, method.capacity(rope))
+        attention.install_parts(changed, method, parts, plans, model, journal, method.capacity(rope))
 
 
 def take_aside(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -155,12 +156,27 @@ def _rotation(method: Method | None) -> Method | None:
     return None if isinstance(method, OnTop) else method
 
 
-def _all_ropes(family: Family) -> Ropes:
+def _original(site: Site, main: Rope) -> PreTrainedConfig:
+    """The configuration of a rotary module as it came, whatever length the model is given now."""
+    config = copy.deepcopy(site.config)
+    config.max_position_embeddings = main.configured_length
+    return config
+
+
+def _all_ropes(family: Family, ropes: Ropes, main: Rope) -> Ropes:
     """The trained rotation of every slot, windowed ones too: a layer that is named is meant."""
+    read = {(index, slot.label): rope for index, entries in ropes.items() for slot, rope in entries}
     return {
-        index: [(slot, read_rope(site, slot, site.plain())) for slot in site.slots]
+        index: [
+            (slot, read.get((index, slot.label)) or _windowed(read_rope(site, slot, site.plain()), main))
+            for slot in site.slots
+        ]
         for index, site in enumerate(family.sites)
     }
+
+
+def _windowed(rope: Rope, main: Rope) -> Rope:
+    return replace(rope, length=main.length, configured_length=main.configured_length)
 
 
 def _used(family: Family, ropes: Ropes, sources: set[int | None]) -> Ropes:

@@ -45,7 +45,8 @@ def members():
     return st.sampled_from(
         [
             "nope", "yarn:factor=4,beta_fast=16", "longrope:short_factor=[1,2],long_factor=[3,4]",
-            "alibi:keep_rope=True", "self_extend:group_size=2,window=8,logn=True+yarn:factor=2", "xpos:gamma=1e+2", "vo_rope+pi:factor=2",
+            "alibi:keep_rope=True", "self_extend:group_size=2,window=8,logn=True+yarn:factor=2", "xpos:gamma=1e+2", 
+            "vo_rope+pi:factor=2",
         ]
     ).map(create)  # fmt: skip
 

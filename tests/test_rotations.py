@@ -117,7 +117,13 @@ def test_equals_the_double_loop(method, family):
 @pytest.mark.parametrize("heads, key_heads", [(3, 3), (6, 2), (12, 12), (8, 2)])
 @pytest.mark.parametrize("method", METHODS)
 def test_any_number_of_heads(method, heads, key_heads):
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": 16, "num_hidden_layers": 1}
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": 16,
+        "num_hidden_layers": 1,
+        "hidden_size": 16 * heads,
+    }
     ids = tokens(1, 30)
     ours = hf_posenc.patch(TL(**sizes), method)(ids).logits
     assert_close(ours, judged(TL(**sizes), ids, of_method(method)), atol=1e-4, rtol=0)
