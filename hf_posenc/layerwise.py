@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from . import attention, rotary, twin
-from .families import Family, UnsupportedMethodError, live_modules, read_rope
+from .families import Family, Site, UnsupportedMethodError, live_modules, read_rope
 from .journal import Journal
 from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, Rope
 from .methods.bias import BiasMethod

@@ -37,6 +37,10 @@ class IRoPE(Layerwise):
     rest_rotates = True
     over_frequencies = True
 
+    @property
+    def is_foreign(self) -> bool:
+        return True
+
     def __post_init__(self) -> None:
         require_integer(self, "interval", at_least=1)
         require_flag(self, "temperature")

@@ -50,17 +50,25 @@ class PerLayer(Layerwise):
         default = None if self.default is None else _entry(self.default)
         object.__setattr__(self, "layers", table)
         object.__setattr__(self, "default", default)
-        members = [*table.values(), *([default] if default else [])]
         object.__setattr__(
             self,
             "traits",
             replace(
                 self.traits,
-                keeps_stock_kernels=all(member.traits.keeps_stock_kernels for member in members),
-                needs_training=any(member.traits.needs_training for member in members),
-                learned=any(member.traits.learned for member in members),
+                keeps_stock_kernels=all(member.traits.keeps_stock_kernels for member in self.members),
+                needs_training=any(member.traits.needs_training for member in self.members),
+                learned=any(member.traits.learned for member in self.members),
             ),
         )
+
+    @property
+    def members(self) -> list[Method]:
+        """Every method in it."""
+        return [*([self.default] if self.default else []), *self.layers.values()]
+
+    @property
+    def is_foreign(self) -> bool:
+        return any(member.is_foreign for member in self.members)
 
     @property
     def rest(self) -> Method | None:
@@ -81,12 +89,11 @@ class PerLayer(Layerwise):
         return self.default.extended_length(rope) if self.default else None
 
     def capacity(self, rope: Rope) -> int | None:
-        members = [self.default, *self.layers.values()]
-        reached = [member.capacity(rope) for member in members if isinstance(member, AttentionMethod)]
+        reached = [member.capacity(rope) for member in self.members if isinstance(member, AttentionMethod)]
         return min((length for length in reached if length is not None), default=None)
 
     def check(self, rope: Rope) -> None:
-        for member in (self.default, *self.layers.values()):
+        for member in self.members:
             if isinstance(member, AttentionMethod):
                 member.check(rope)
 

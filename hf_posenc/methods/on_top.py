@@ -26,6 +26,10 @@ class OnTop(AttentionMethod):
     chunk: int | None = None
     over_frequencies = True
 
+    @property
+    def is_foreign(self) -> bool:
+        return True
+
     def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
         """Factor on queries at ``positions``, as those, float64; None without one."""
         return None

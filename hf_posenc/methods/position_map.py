@@ -147,6 +147,10 @@ class Stack(AttentionMethod):
     def __str__(self) -> str:
         return f"{self.top}+{self.base}"
 
+    @property
+    def is_foreign(self) -> bool:
+        return self.top.is_foreign or self.base.is_foreign
+
     def fill(self, rope: Rope) -> "Stack":
         base = self.base.fill(rope)
         return Stack(self.top.fill(self._extended(rope)), base)  # type: ignore[arg-type]
