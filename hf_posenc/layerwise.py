@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from . import attention, rotary, twin
-from .families import Family, Site, UnsupportedMethodError, live_modules, read_rope
+from .families import Family, Site, UnsupportedMethodError, live_modules, read_rope, unscaled_config
 from .journal import Journal
 from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, Rope
 from .methods.bias import BiasMethod
@@ -50,6 +50,7 @@ def change(model: nn.Module, family: Family, method: Method, ropes: Ropes, journ
     plans, rest = twin.plan(family), base or top.rest
     groups = _grouped(family, top, base, rest, plans)
     rope = rotary.main_rope(family, ropes)
+    before = copy.deepcopy(family.config)
     originals, whole = [_original(site, rope) for site in family.sites], _all_ropes(family, ropes, rope)
     rotary.prepare(family, rest, ropes, journal)
     changed, live = rotary.in_place(family), live_modules(family.owner)
@@ -66,6 +67,7 @@ def change(model: nn.Module, family: Family, method: Method, ropes: Ropes, journ
         used = _used(family, whole, {plan.source for plan in turning})
         rotary.prepare(aside, group.method, used, Journal())
         group.sources = attention.rotations(rotary.in_place(aside), used)
+        _align(family, group, before, used, journal)
         for plan in turning:
             journal.set(live[plan.name], "_hf_posenc_aside", number)
             journal.before_forward(live[plan.name], take_aside)
@@ -154,6 +156,21 @@ def _rotation(method: Method | None) -> Method | None:
     if isinstance(method, BiasMethod):
         return None if method.keep_rope else NoPE()
     return None if isinstance(method, OnTop) else method
+
+
+def _align(family: Family, group: _Group, before: PreTrainedConfig, used: Ropes, journal: Journal) -> None:
+    """Bring numbers that attention modules derive from a scaling to those of the scaling that is theirs now."""
+    base = group.method.base if isinstance(group.method, Stack) else group.method
+    if not isinstance(base, FrequencyMethod) or isinstance(base, NoPE | LengthMethod):
+        return
+    scaled = unscaled_config(before)
+    for slot, rope in (entry for entries in used.values() for entry in entries):
+        entry = scaled.rope_parameters[slot.label] if slot.label else scaled.rope_parameters
+        entry.update(base.rope_parameters(rope))
+    live, names = live_modules(family.owner), {plan.name for plan in group.plans}
+    for name, key, value in twin.derived(family, before, scaled):
+        if name in names and key in vars(live[name]):
+            journal.set(live[name], key, value)
 
 
 def _original(site: Site, main: Rope) -> PreTrainedConfig:

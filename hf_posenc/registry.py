@@ -76,8 +76,8 @@ def join(*methods: Method) -> Method:
         inner: Method = Stack(maps[0], bases[0]) if maps and bases else [*maps, *bases][0]
         return Grounded(grounds[0], inner) if grounds else inner
     raise ValueError(
-        f"{' + '.join(method.name for method in methods)} do not combine: give one, or a position map "
-        f"({', '.join(_maps())}) over one frequency method, as in 'rerope:window=2048+yarn:factor=2', over 'rope' "
+        f"{' + '.join(method.name for method in methods)} do not combine: give one, or one of "
+        f"{', '.join(_maps())} over one frequency method, as in 'rerope:window=2048+yarn:factor=2', over 'rope' "
         "where a model has no rotation."
     )
 

@@ -50,7 +50,7 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     assert isinstance(method, OnTop)
     scale = method.query_scale(positions.queries.amax(0).to(call.query.device))
     if scale is not None:
-        query = call.query * scale.float()[:, None, :, None]
+        query = call.query * scale[:, None, :, None]
         call = replace(call, query=query.to(call.query.dtype))
     if not method.turns_values:
         return _attend(call, method)
@@ -64,7 +64,7 @@ def _attend(call: Call, method: OnTop) -> tuple[torch.Tensor, torch.Tensor | Non
     fading = method.fading(call.layer.source.rope) if method.needs_rotation else None
     if fading is None and not _crosses(call, method.chunk):
         return call.run(call.query, call.key, call.value, call.rows(0, call.query.shape[2], call.key.shape[2]))
-    reach = _ROWS if fading is None else max(1, min(_ROWS, int(2 * _GROWTH / fading.max())))
+    reach = _ROWS if fading is None else max(1, min(_ROWS, int(2 * _GROWTH / method.fastest)))
     blocks = call.context.once(("blocks", reach), lambda: _blocks(call, reach))
     outputs: list[torch.Tensor] = []
     weights: list[Any] = []

@@ -4,7 +4,7 @@ positions while no weight of the real one is read."""
 import copy
 import inspect
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,9 +47,8 @@ def describes(family: Family) -> bool:
 
 
 def align_settings(family: Family, before: PreTrainedConfig, journal: Journal, resized: Collection[str] = ()) -> None:
-    """Bring numbers that modules derive from their configuration to what the edited one gives.
-
-    The softmax scale of latent attention under YaRN is one: it is computed when the module is built.
+    """Bring numbers that modules derive from their configuration to what the edited one gives, but in layers that turn
+    by a rotation of their own.
 
     Args:
         resized: names of the weights that were given another shape
@@ -57,20 +56,40 @@ def align_settings(family: Family, before: PreTrainedConfig, journal: Journal, r
     Raises:
         UnsupportedMethodError: the edited configuration asks for weights of another shape.
     """
-    old, new = build(family.owner, before), build(family.owner, family.config)
+    live = live_modules(family.owner)
+    rotary = {id(site.module) for site in family.sites}
+    for name, key, value in derived(family, before, family.config, resized):
+        module = live.get(name)
+        own = module is None or id(module) in rotary or "_hf_posenc_aside" in vars(module)
+        if not own and key in vars(module):
+            journal.set(module, key, value)
+
+
+def derived(
+    family: Family, before: PreTrainedConfig, after: PreTrainedConfig, resized: Collection[str] = ()
+) -> Iterator[tuple[str, str, Any]]:
+    """Numbers, as (module, name, value), that modules derive otherwise from another configuration.
+
+    The softmax scale of latent attention under YaRN is one: it is computed when the module is built.
+
+    Args:
+        resized: names of weights that may take another shape
+
+    Raises:
+        UnsupportedMethodError: others would.
+    """
+    old, new = build(family.owner, before), build(family.owner, after)
     if {name: weight.shape for name, weight in old.named_parameters() if name not in resized} != {
         name: weight.shape for name, weight in new.named_parameters() if name not in resized
     }:
         raise UnsupportedMethodError(
             f"This change gives {family.title} weights of another shape, so it cannot be made."
         )
-    live, counterparts = live_modules(family.owner), dict(old.named_modules())
-    rotary = {id(site.module) for site in family.sites}
+    counterparts = dict(old.named_modules())
     for name, module in new.named_modules():
         for key, value in vars(module).items():
-            changed = isinstance(value, int | float) and value != vars(counterparts[name]).get(key)
-            if changed and key in vars(live.get(name, module)) and id(live[name]) not in rotary:
-                journal.set(live[name], key, value)
+            if isinstance(value, int | float) and value != vars(counterparts[name]).get(key):
+                yield name, key, value
 
 
 @dataclass

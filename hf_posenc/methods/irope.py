@@ -64,7 +64,7 @@ class Temperature(OnTop):
     needs_rotation = False
 
     def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
-        return 1 + 0.1 * (1 + (positions + 1) // 8192).double().log()
+        return 1 + 0.1 * (1 + (positions + 1) // 8192).float().log()
 
 
 @dataclass(frozen=True)

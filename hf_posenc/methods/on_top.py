@@ -31,8 +31,13 @@ class OnTop(AttentionMethod):
         return True
 
     def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """Factor on queries at ``positions``, as those, float64; None without one."""
+        """Factor on queries at ``positions``, as those, float32; None without one."""
         return None
+
+    @property
+    def fastest(self) -> float:
+        """The highest rate of ``fading``."""
+        return 0.0
 
     def fading(self, rope: Rope) -> torch.Tensor | None:
         """Rate r of every pair, (dim / 2,) float64: its part of a score counts exp(-r (i - j)). None: all of it."""

@@ -9,6 +9,7 @@ scores would grow. Both factors commute with the rotation, and count from the mi
 multiplied again at every step. Verified against tests/reference.py.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,10 @@ class XPos(OnTop):
     def __post_init__(self) -> None:
         require_number(self, "gamma", above=0)
         require_number(self, "scale_base", at_least=1)
+
+    @property
+    def fastest(self) -> float:
+        return math.log((1 + self.gamma) / self.gamma) / self.scale_base
 
     def fading(self, rope: Rope) -> torch.Tensor | None:
         zeta = (2 * rope.pairs.double() / rope.dim + self.gamma) / (1 + self.gamma)
