@@ -103,6 +103,22 @@ def test_named_families_equal_the_double_loop(family):
     assert_close(model(ids).logits, judged(build(), ids, layer), atol=1e-4, rtol=0)
 
 
+def test_latent_attention_is_scaled_in_the_layers_that_have_yarn():
+    """Half of YaRN's temperature lies in the softmax scale of DeepSeek's attention."""
+    ids, yarn = tokens(1, 30), "yarn:factor=4,mscale=1,mscale_all_dim=1"
+    model = tiny_model("deepseek_v3")
+    plain = [layer.self_attn.scaling for layer in model.model.layers]
+    hf_posenc.patch(model, yarn)
+    expected, scaled = model(ids).logits, [layer.self_attn.scaling for layer in model.model.layers]
+    assert scaled[0] > plain[0]
+    hf_posenc.patch(model, hf_posenc.PerLayer({index: yarn for index in range(4)}))
+    assert torch.equal(model(ids).logits, expected)
+    hf_posenc.patch(model, f"irope:interval=2+{yarn}")
+    assert [layer.self_attn.scaling for layer in model.model.layers] == [scaled[0], plain[0]] * 2
+    hf_posenc.unpatch(model)
+    assert [layer.self_attn.scaling for layer in model.model.layers] == plain
+
+
 def test_the_temperature_of_llama4(monkeypatch):
     monkeypatch.undo()
     places = torch.tensor([0, 8190, 8191, 16383, 131071])
