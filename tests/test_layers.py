@@ -51,6 +51,7 @@ KINDS = {
         "query_scale": lambda i: reference.attention_factor(4.0) ** 2,
     },
     "rerope": {"angle": reference.by_distance(PLAIN, lambda i, j: reference.rerope_distance(i, j, 6))},
+    "farther": {"angle": reference.by_distance(PLAIN, lambda i, j: reference.rerope_distance(i, j, 9))},
     "alibi": {"bias": lambda head, i, j: -SLOPES[head] * (i - j)},
     "xpos": {**TURNED, "fade": lambda i, j: reference.xpos_fade(i, j, D)},
     "vo_rope": {**TURNED, "value_angle": lambda i, j: [(i - j) * frequency for frequency in PLAIN]},
@@ -66,6 +67,7 @@ TABLES = {
     "layers:layers={1:'dynamic_ntk:granularity=1',2:'partial_rope:fraction=0.5',3:'vo_rope'},default='yarn:factor=4'":
         ["yarn", "dynamic", "partial", "vo_rope"],
     "layers:layers={2:'logn+yarn:factor=4'},default='alibi'": ["alibi", "alibi", "yarn", "alibi"],
+    "layers:layers={0:'rerope:window=6',2:'rerope:window=9'}": ["rerope", "plain", "farther", "plain"],
     "irope": ["plain", "plain", "plain", "nope"],
     "irope:interval=3": ["plain", "plain", "nope", "plain"],
     "irope:interval=2+yarn:factor=4": ["yarn", "nope", "yarn", "nope"],
@@ -111,7 +113,7 @@ def test_latent_attention_is_scaled_in_the_layers_that_have_yarn():
     hf_posenc.patch(model, yarn)
     expected, scaled = model(ids).logits, [layer.self_attn.scaling for layer in model.model.layers]
     assert scaled[0] > plain[0]
-    hf_posenc.patch(model, hf_posenc.PerLayer({index: yarn for index in range(4)}))
+    hf_posenc.patch(model, hf_posenc.PerLayer(dict.fromkeys(range(4), yarn)))
     assert torch.equal(model(ids).logits, expected)
     hf_posenc.patch(model, f"irope:interval=2+{yarn}")
     assert [layer.self_attn.scaling for layer in model.model.layers] == [scaled[0], plain[0]] * 2
@@ -204,6 +206,13 @@ def test_one_graph_when_compiled(method):
     model, ids = llama(method), tokens(1, 40)
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="eager")
     assert_close(compiled(ids, use_cache=False).logits, model(ids).logits, atol=1e-4, rtol=0)
+
+
+def test_a_backend_chosen_later_reaches_every_layer():
+    model, ids = llama(MIXED), tokens(1, 30)
+    model.set_attn_implementation("eager")
+    weights = model(ids, output_attentions=True).attentions
+    assert [found.shape for found in weights] == [(1, 4, 30, 30)] * 4
 
 
 def test_a_chunk_longer_than_the_text_changes_nothing():
