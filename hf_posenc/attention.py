@@ -243,9 +243,11 @@ def install_parts(
             continue
         if isinstance(acting, PositionMap) and len(acting.parts()) > 1 and not getattr(module, "is_causal", True):
             raise UnsupportedMethodError(
-                f"{method} says where earlier tokens stand, and {name} of {family.title} looks at later ones too: take "
-                "'rope', over a frequency method or alone, or a bias."
+                f"{method} says where earlier tokens stand, and {name} of {family.title} looks at later ones too: "
+                "take 'rope', over a frequency method or alone, or a bias."
             )
+        if isinstance(acting, LengthMethod):
+            lengths.check(family, layer)
         if isinstance(acting, OnTop):
             stacked.check(family, acting, layer.plan, module)
         if isinstance(acting, BiasMethod):

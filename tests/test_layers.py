@@ -46,6 +46,7 @@ TURNED = {"angle": reference.by_frequencies(PLAIN)}
 KINDS = {
     "nope": {},
     "plain": TURNED,
+    "squeezed": {"angle": reference.by_frequencies(reference.pi(D, 10000.0, 2.0))},
     "yarn": {
         "angle": reference.by_frequencies(YARN),
         "query_scale": lambda i: reference.attention_factor(4.0) ** 2,
@@ -68,6 +69,7 @@ TABLES = {
         ["yarn", "dynamic", "partial", "vo_rope"],
     "layers:layers={2:'logn+yarn:factor=4'},default='alibi'": ["alibi", "alibi", "yarn", "alibi"],
     "layers:layers={0:'rerope:window=6',2:'rerope:window=9'}": ["rerope", "plain", "farther", "plain"],
+    "layers:layers={3:'xpos'},default='pi:factor=2'": ["squeezed", "squeezed", "squeezed", "xpos"],
     "irope": ["plain", "plain", "plain", "nope"],
     "irope:interval=3": ["plain", "plain", "nope", "plain"],
     "irope:interval=2+yarn:factor=4": ["yarn", "nope", "yarn", "nope"],

@@ -229,6 +229,8 @@ def test_refusals():
     with pytest.raises(hf_posenc.UnsupportedMethodError, match="no pairs to turn"):
         hf_posenc.patch(model, "vo_rope")
     assert "vo_rope" not in hf_posenc.methods(model) and "xpos" in hf_posenc.methods(model)
+    with pytest.raises(hf_posenc.UnsupportedMethodError, match="8 dimensions to turn"):
+        hf_posenc.patch(tiny_model("mistral4"), "partial_rope:fraction=0.5")
     for method in ("xpos", "vo_rope", "irope", "layers:layers={0:'alibi'}"):
         with pytest.raises(hf_posenc.UnsupportedMethodError, match="no rotation"):
             hf_posenc.patch(tiny_model("gpt2"), method)
