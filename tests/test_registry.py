@@ -252,6 +252,8 @@ def test_printed_forms():
         ("layers:layers=nope", {}, "index: method"),
         ("layers:layers={'a':'nope'}", {}, "counts layers from 0"),
         ("layers:layers={0:'yarm:factor=2'}", {}, "Did you mean 'yarn'"),
+        ("layers:layers={0:'sinusoidal'}", {}, "for a whole model"),
+        ("layers:layers={0:'rope+yarn:factor=2'}", {}, "for a whole model"),
         ("layers:layers={0:'irope'}", {}, "a table of layers itself"),
         ("layers:layers={0:'longrope:factor=2,switch=stock'}", {}, "takes no single ones"),
         ("irope:interval=0", {}, "at least 1"),

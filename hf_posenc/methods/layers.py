@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ..registry import create, register
 from .base import AttentionMethod, FrequencyMethod, Method, Rope, Traits
 from .layerwise import Layerwise
+from .rope import Grounded, RoPE
 
 
 class Table(dict):
@@ -102,6 +103,8 @@ def _entry(given: "Method | str") -> Method:
     method = create(given)
     if isinstance(method, Layerwise) or isinstance(getattr(method, "top", None), Layerwise):
         raise ValueError(f"{method} is a table of layers itself: write its layers out in one.")
+    if not isinstance(method, FrequencyMethod | AttentionMethod) or isinstance(method, RoPE | Grounded):
+        raise ValueError(f"{method} is for a whole model: a layer takes what changes its rotation or its scores.")
     if isinstance(method, FrequencyMethod) and not method.is_fixed and not method.acts_in_attention:
         raise ValueError(f"{method} chooses frequencies for a whole forward and all layers: it takes no single ones.")
     return method
