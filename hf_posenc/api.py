@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import adapters, attention, bloom, embeddings, persistence, twin  # noqa: F401 (bloom registers its kind)
+from . import adapters, attention, bloom, embeddings, layerwise, persistence, stacked, twin  # noqa: F401 (bloom registers)
 from .families import (
     Family,
     UnsupportedMethodError,
     is_nested,
+    live_modules,
     locate,
     require_rotation,
     rotary_sites,
@@ -25,7 +26,9 @@ from .journal import Journal
 from .methods.base import AttentionMethod, FrequencyMethod, LengthMethod, Method, Rope
 from .methods.bias import BiasMethod
 from .methods.embedding import EmbeddingMethod
+from .methods.layerwise import Layerwise
 from .methods.nope import NoPE
+from .methods.on_top import OnTop
 from .methods.position_map import PositionMap, Stack
 from .methods.rope import Grounded, RoPE, inside
 from .registry import create, registered
@@ -33,13 +36,10 @@ from .rotary import (
     LENGTH_DEPENDENT,
     Ropes,
     configs,
-    fill_frequencies,
     is_told_positions,
-    keep_frequencies,
     main_rope,
-    move_positions,
+    prepare,
     read_ropes,
-    strip_scaling,
     write_frequencies,
 )
 from .turning import Source
@@ -185,17 +185,27 @@ def methods(model: nn.Module | None = None) -> list[str]:
         return []
     able: list[type[Method]] = [EmbeddingMethod, NoPE if family.native else FrequencyMethod]
     try:
-        for one in family.each():
-            one.native.plans(one) if one.native else twin.plan(one)
+        plans = [plan for one in family.each() for plan in (one.native.plans(one) if one.native else twin.plan(one))]
         for module in model.modules():
             adapters.refuse_prefixes(module, "a method inside attention")
         able.append(BiasMethod)
         able += [RoPE] if family.native else [LengthMethod]
         able += [PositionMap] if _takes_position_maps(family, ropes) else []
+        able += _beside_rotation(family, plans)
     except UnsupportedMethodError:
         pass
     fit = {name: method for name, method in registered().items() if issubclass(method, tuple(able))}
     return [name for name, method in fit.items() if family.native is not None or method is not RoPE]
+
+
+def _beside_rotation(family: Family, plans: list[twin.Plan]) -> list[type[Method]]:
+    """The methods on top of a rotation, or by layer, that fit."""
+    if family.native is not None:
+        return []
+    turning, live = [plan for plan in plans if plan.source is not None], live_modules(family.owner)
+    fit: list[type[Method]] = [Layerwise] if all(plan.given for plan in turning) else []
+    on_top = [method for method in registered().values() if issubclass(method, OnTop)]
+    return fit + [one for one in on_top if all(stacked.fits(one, plan, live[plan.name]) for plan in turning)]
 
 
 def _takes_position_maps(family: Family, ropes: Ropes) -> bool:
@@ -350,26 +360,13 @@ def _change_rotation(model: nn.Module, family: Family, method: Method, ropes: Ro
     assert isinstance(method, AttentionMethod)
     plans, rope = twin.plan(family), main_rope(family, ropes)
     method.check(rope)
-    capacity = None
-    if isinstance(method, LengthMethod):
-        strip_scaling(family, journal)
-        tables = {index: [(slot, *method.trained(rope)) for slot, rope in slots] for index, slots in ropes.items()}
-        fill_frequencies(family, method, tables, journal)
-    elif isinstance(method, BiasMethod):
-        if method.keep_rope:
-            keep_frequencies(family, method, ropes, journal)
-        else:
-            write_frequencies(family, NoPE(), ropes, journal)
-    else:
-        moving = method.top if isinstance(method, Stack) else method
-        assert isinstance(moving, PositionMap)
-        if isinstance(method, Stack):
-            write_frequencies(family, method.base, ropes, journal)
-        else:
-            keep_frequencies(family, method, ropes, journal)
-        move_positions(locate(model), moving, ropes)
-        capacity = method.capacity(rope)
-    changed, top = locate(model), method.top if isinstance(method, Stack) else method
+    top = method.top if isinstance(method, Stack) else method
+    if isinstance(top, Layerwise):
+        layerwise.change(model, family, method, ropes, journal)
+        return False
+    prepare(family, method, ropes, journal)
+    capacity = None if isinstance(method, LengthMethod | BiasMethod) else method.capacity(rope)
+    changed = locate(model)
     attention.install(changed, method, top, attention.rotations(changed, ropes), plans, model, journal, capacity)
     return False
 

@@ -15,13 +15,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from . import adapters, biases, compat, compiled, context, lengths, positions, twin, two_part
+from . import adapters, biases, compat, compiled, context, lengths, positions, stacked, twin, two_part
 from .context import Call, Context, Layer, Scheme
 from .families import Family, Site, Slot, UnsupportedMethodError, live_modules
 from .guard import NOT_IN_FORCE
 from .journal import Journal
 from .methods.base import AttentionMethod, LengthMethod, Method, Rope
 from .methods.bias import BiasMethod
+from .methods.on_top import OnTop
 from .methods.position_map import PositionMap
 from .rotary import Ropes
 from .turning import Source
@@ -82,6 +83,8 @@ def attention_forward(
         return biases.attend(call)
     if isinstance(scheme.method, LengthMethod):
         return lengths.attend(call)
+    if isinstance(scheme.method, OnTop):
+        return stacked.attend(call)
     return compiled.attend(call) if torch.compiler.is_compiling() else two_part.attend(call)
 
 
@@ -164,7 +167,8 @@ def keep_implementation(owner: nn.Module) -> None:
             f"{scheme.method} runs inside attention on top of {' or '.join(NAMES)}, but the attention implementation "
             f"was set to {chosen!r}: call model.set_attn_implementation('sdpa'), or hf_posenc.unpatch(model) first."
         )
-    scheme.stock = chosen
+    for part in (scheme, *scheme.parts):
+        part.stock = chosen
     config._attn_implementation_internal = NAMES[chosen]
 
 
@@ -186,6 +190,24 @@ def install(
         plans: from ``twin.plan``
         wrapper: the object that was given to ``patch``, which may hold the model inside
         capacity: tokens beyond which to warn
+    """
+    install_parts(family, method, [(inside, sources, plans)], plans, wrapper, journal, capacity)
+
+
+Share = tuple[AttentionMethod, dict[int, Source], list[Plan]]
+"""What attention carries out in some layers, and the rotations they turn by."""
+
+
+def install_parts(
+    family: Family,
+    method: Method,
+    parts: list[Share],
+    plans: list[Plan],
+    wrapper: nn.Module,
+    journal: Journal,
+    capacity: int | None,
+) -> None:
+    """``install`` with something of its own in every part of the layers; ``plans`` are those of all layers.
 
     Raises:
         UnsupportedMethodError: nothing would change, or this model cannot be changed inside attention.
@@ -199,29 +221,37 @@ def install(
     for module in wrapper.modules():
         adapters.refuse_prefixes(module, method)
     live = live_modules(owner)
-    if not any(plan.source in sources for plan in plans):
+    if not any(plan.source in sources for _, sources, own in parts for plan in own):
         raise UnsupportedMethodError(f"{method} would change no layer of {family.title}.")
     parameters = list(inspect.signature(owner.forward).parameters)
     forwards = all("hf_posenc" in plan.keywords for plan in plans)
-    if isinstance(inside, PositionMap) and len(inside.parts()) > 1:
-        for plan in plans:
-            if not getattr(live[plan.name], "is_causal", True):
-                raise UnsupportedMethodError(
-                    f"{method} says where earlier tokens stand, and {plan.name} of {family.title} looks at later ones "
-                    "too: take 'rope', over a frequency method or alone, or a bias."
-                )
-    holder = "" if isinstance(inside, LengthMethod) else str(method)
+    holder = "" if isinstance(method, LengthMethod) else str(method)
+    inside, sources, _ = parts[0]
     scheme = Scheme(inside, sources, stock, parameters, forwards, capacity, holder)
+    scheme.parts = [replace(scheme, method=inside, sources=sources) for inside, sources, _ in parts[1:]]
     journal.set(owner, "_hf_posenc", scheme)
+    layers = {plan.name: Layer(scheme, replace(plan, source=None)) for plan in plans}
+    for part, (_, sources, own) in zip((scheme, *scheme.parts), parts, strict=True):
+        layers |= {plan.name: Layer(part, plan) for plan in own if plan.source in sources}
     changed_configs = {id(owner.config): owner.config}
-    for plan in plans:
-        module = live[plan.name]
-        layer = Layer(scheme, plan if plan.source in sources else replace(plan, source=None))
+    for name, layer in layers.items():
+        module, acting = live[name], layer.scheme.method
         journal.set(module, "_hf_posenc", layer)
         config = vars(module).get("config", owner.config)
         changed_configs[id(config)] = config
-        if isinstance(inside, BiasMethod) and layer.plan.source is not None:
-            add_parameters(module, inside, plan, journal)
+        if layer.plan.source is None:
+            continue
+        if isinstance(acting, PositionMap) and len(acting.parts()) > 1 and not getattr(module, "is_causal", True):
+            raise UnsupportedMethodError(
+                f"{method} says where earlier tokens stand, and {name} of {family.title} looks at later ones too: "
+                "take 'rope', over a frequency method or alone, or a bias."
+            )
+        if isinstance(acting, LengthMethod):
+            lengths.check(family, layer)
+        if isinstance(acting, OnTop):
+            stacked.check(family, acting, layer.plan, module)
+        if isinstance(acting, BiasMethod):
+            add_parameters(module, acting, layer.plan, journal)
     for name, module in live.items():
         # What the probe did not reach, such as attention to images, shares the configuration: it stays stock.
         if id(vars(module).get("config")) in changed_configs and "_hf_posenc" not in vars(module):

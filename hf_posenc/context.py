@@ -49,6 +49,7 @@ class Scheme:
         holder: the whole method by whose rule the cache holds keys; empty where they are turned as they were trained
         capacity: tokens beyond which distances appear that were never trained; None without such a limit
         here: the forward that runs, for modules that it is not handed down to; there it travels with the rotation
+        parts: the schemes of layers that have one of their own
     """
 
     method: AttentionMethod
@@ -59,6 +60,7 @@ class Scheme:
     capacity: int | None = None
     holder: str = ""
     here: Here = field(default_factory=Here)
+    parts: "list[Scheme]" = field(default_factory=list)
 
 
 @dataclass

@@ -46,6 +46,10 @@ class Wrapper(nn.Module):
             return getattr(inner, name)
 
 
+class Aside(nn.ModuleList):
+    """Rotary modules that stand beside one of the model's own, for single layers."""
+
+
 @dataclass
 class Slot:
     """One set of frequencies in a rotary module: ``label`` is a layer type, or None where all layers share it."""
@@ -243,7 +247,7 @@ def _rotary_modules(owner: PreTrainedModel, module: nn.Module | None = None) -> 
         if any(_holds_frequencies(buffer) for buffer, _ in child.named_buffers(recurse=False)):
             if isinstance(getattr(child, "config", None), PreTrainedConfig):
                 yield owner, Site(parent, name, child)
-        else:
+        elif not isinstance(child, Aside):
             yield from _rotary_modules(child if isinstance(child, PreTrainedModel) else owner, child)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .context import Call, Context, Layer
+from .families import Family, UnsupportedMethodError
 from .functional import wide_dtype
 from .methods.base import LengthMethod, Rope
 from .turning import Table, table, turn
@@ -23,6 +24,20 @@ class Segment:
     stop: int
     frequencies: torch.Tensor | None  # (batch, pairs) still to turn; None: nothing
     factor: torch.Tensor | None  # (batch,)
+
+
+def check(family: Family, layer: Layer) -> None:
+    """Raises:
+    UnsupportedMethodError: a method turns more dimensions than the heads of a layer have room for.
+    """
+    method, plan, rope = layer.scheme.method, layer.plan, layer.source.rope
+    assert isinstance(method, LengthMethod)
+    turned = 2 * method.turn(rope, torch.tensor([rope.length + 1]))[0].shape[-1]
+    if plan.start + turned > plan.width:
+        raise UnsupportedMethodError(
+            f"The heads of {plan.name} of {family.title} have {plan.width - plan.start} dimensions to turn, {method} "
+            f"turns {turned}."
+        )
 
 
 def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -5,8 +5,8 @@ import difflib
 import re
 from typing import Any, TypeVar
 
-from .methods.base import FrequencyMethod, Method
-from .methods.position_map import PositionMap, Stack
+from .methods.base import AttentionMethod, FrequencyMethod, Method
+from .methods.position_map import Stack
 
 _METHODS: dict[str, type[Method]] = {}
 # What transformers and others call them.
@@ -54,13 +54,14 @@ def parse(text: str, **parameters: Any) -> Method:
     """
     first, *others = (
         _parse_one(text, part, parameters if index == 0 else {})
-        for index, part in enumerate(re.split(r"\+(?=\s*[a-z_])", text.strip()))
+        for index, part in enumerate(_split(text.strip(), r"\+(?=\s*[a-z_])"))
     )
     return join(first, *others) if others else first
 
 
 def join(*methods: Method) -> Method:
-    """One method out of a position map and a frequency method, in any order, over ``rope`` where a model has none.
+    """One method out of one inside attention, such as a position map, and a frequency method, in any order, over
+    ``rope`` where a model has none.
 
     Raises:
         ValueError: others, or more of them, that would contend for the same thing.
@@ -68,21 +69,26 @@ def join(*methods: Method) -> Method:
     from .methods.rope import Grounded, RoPE  # which registers itself here
 
     grounds = [method for method in methods if isinstance(method, RoPE)]
-    maps = [method for method in methods if isinstance(method, PositionMap) and method not in grounds]
+    maps: list[AttentionMethod] = [method for method in methods if _stands_over(type(method))]  # type: ignore[misc]
     bases = [method for method in methods if isinstance(method, FrequencyMethod)]
     known = len(grounds) + len(maps) + len(bases) == len(methods)
     if known and max(len(grounds), len(maps), len(bases)) == 1 and len(methods) > 1:
-        inner = Stack(maps[0], bases[0]) if maps and bases else (maps or bases)[0]
+        inner: Method = Stack(maps[0], bases[0]) if maps and bases else [*maps, *bases][0]
         return Grounded(grounds[0], inner) if grounds else inner
     raise ValueError(
-        f"{' + '.join(method.name for method in methods)} do not combine: give one, or a position map "
-        f"({', '.join(_maps())}) over one frequency method, as in 'rerope:window=2048+yarn:factor=2', over 'rope' "
+        f"{' + '.join(method.name for method in methods)} do not combine: give one, or one of "
+        f"{', '.join(_maps())} over one frequency method, as in 'rerope:window=2048+yarn:factor=2', over 'rope' "
         "where a model has no rotation."
     )
 
 
+def _stands_over(method: type[Method]) -> bool:
+    """Whether a frequency method can stand under a method."""
+    return issubclass(method, AttentionMethod) and method.over_frequencies and method.name != "rope"
+
+
 def _maps() -> list[str]:
-    return [name for name, method in registered().items() if issubclass(method, PositionMap) and name != "rope"]
+    return [name for name, method in registered().items() if _stands_over(method)]
 
 
 def _parse_one(text: str, part: str, parameters: dict[str, Any]) -> Method:
@@ -101,7 +107,7 @@ def _arguments(text: str, arguments: str) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     if not arguments.strip():
         return parameters
-    for piece in re.split(r",(?![^\[]*\])", arguments):
+    for piece in _split(arguments, ","):
         key, equals, value = piece.partition("=")
         key = key.strip()
         if not equals or not key:
@@ -110,6 +116,22 @@ def _arguments(text: str, arguments: str) -> dict[str, Any]:
             raise ValueError(f"{key} stands twice in {text!r}: give it once.")
         parameters[key] = _value(value.strip())
     return parameters
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """The pieces between separators, a pattern, that stand outside of brackets and quotes."""
+    pieces, start, depth, quote = [], 0, 0, ""
+    for place, letter in enumerate(text):
+        if quote or letter in "'\"":
+            quote = "" if letter == quote else quote or letter
+        elif letter in "[{":
+            depth += 1
+        elif letter in "]}":
+            depth = max(depth - 1, 0)
+        elif not depth and re.compile(separator).match(text, place):
+            pieces.append(text[start:place])
+            start = place + 1
+    return [*pieces, text[start:]]
 
 
 def _value(text: str) -> Any:

@@ -1,5 +1,6 @@
 """Frequencies put in place: the rotary modules rebuilt from an edited configuration, or filled by our own formula."""
 
+import copy
 import inspect
 from typing import Any
 
@@ -8,10 +9,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from . import twin
-from .families import Family, Site, Slot, UnsupportedMethodError, Wrapper, is_global, read_rope, rope_to_be
+from .families import Aside, Family, Site, Slot, UnsupportedMethodError, Wrapper, is_global, read_rope, rope_to_be
 from .journal import Journal
-from .methods.base import FrequencyMethod, Method, Rope
-from .methods.position_map import PositionMap
+from .methods.base import FrequencyMethod, LengthMethod, Method, Rope
+from .methods.bias import BiasMethod
+from .methods.nope import NoPE
+from .methods.position_map import PositionMap, Stack
 
 
 class PatchedRotary(Wrapper):
@@ -22,6 +25,8 @@ class PatchedRotary(Wrapper):
     Attributes:
         moves: the method that says at which position the cache holds a token; None: at its own
         labels: of the layer types whose tokens move
+        aside: modules with the rotations of single layers; theirs come as a mark on the answer of this one, which
+            finds its way to the layers, into recomputations too
     """
 
     def __init__(self, inner: nn.Module, scheme: str):
@@ -31,6 +36,13 @@ class PatchedRotary(Wrapper):
         self.labels: list[str | None] = []
 
     def forward(self, *args, **kwargs):
+        output = self.turn(*args, **kwargs)
+        if "aside" in self._modules:
+            first: Any = output if isinstance(output, torch.Tensor) else output[0]
+            first._hf_posenc_aside = [other(*args, **kwargs) for other in self.aside]
+        return output
+
+    def turn(self, *args, **kwargs):
         if self.moves is not None:
             bound = inspect.signature(self.inner.forward).bind(*args, **kwargs)
             if bound.arguments.get("layer_type") in self.labels:
@@ -132,16 +144,21 @@ def fill_frequencies(
         _install(site, fresh, method, journal)
 
 
-def keep_frequencies(family: Family, method: Method, ropes: Ropes, journal: Journal) -> None:
+def keep_frequencies(family: Family, method: Method | None, ropes: Ropes, journal: Journal) -> None:
     """Put every rotary module under our care with the frequencies it has.
 
     Raises:
         UnsupportedMethodError: they change with the length of each call.
     """
     for index, site in enumerate(family.sites):
-        for slot, _ in ropes[index]:
+        for slot, _ in ropes.get(index, []):
             kind = site.entry(slot).get("rope_type", "default")
             if kind in LENGTH_DEPENDENT:
+                if method is None:
+                    raise UnsupportedMethodError(
+                        f"The {kind!r} scaling of this checkpoint changes with the length of each call: give the "
+                        "other layers a fixed one, as in default='yarn:factor=4' or 'irope+yarn:factor=4'."
+                    )
                 raise UnsupportedMethodError(
                     f"The {kind!r} scaling of this checkpoint changes with the length of each call: put {method.name} "
                     f"over a fixed one, such as '{method}+yarn:factor=4' or '+longrope:switch=long'."
@@ -149,8 +166,65 @@ def keep_frequencies(family: Family, method: Method, ropes: Ropes, journal: Jour
         _install(site, site.rebuild(site.config), method, journal)
 
 
+def prepare(family: Family, method: Method | None, ropes: Ropes, journal: Journal) -> None:
+    """Give every slot of ``ropes`` the rotation that a method wants in the cache, and lays its own on top of.
+
+    Args:
+        method: a frequency method that does not act in attention is written through transformers' keys where it can
+            be; None leaves all slots their own
+    """
+    if isinstance(method, LengthMethod) and acts_in_attention(method, ropes):
+        strip_scaling(family, journal)
+        tables = {index: [(slot, *method.trained(rope)) for slot, rope in slots] for index, slots in ropes.items()}
+        fill_frequencies(family, method, tables, journal)
+        return
+    base = method.base if isinstance(method, Stack) else method
+    if isinstance(base, BiasMethod) and not base.keep_rope:
+        base = NoPE()
+    if isinstance(base, FrequencyMethod):
+        write_frequencies(family, base, ropes, journal)
+    else:
+        keep_frequencies(family, method, ropes, journal)
+    top = method.top if isinstance(method, Stack) else method
+    if isinstance(top, PositionMap):
+        move_positions(family, top, ropes)
+
+
+def acts_in_attention(method: LengthMethod, ropes: Ropes) -> bool:
+    """Whether attention turns for a method: as it says itself, or as rotary modules cannot say how many dimensions."""
+    if method.acts_in_attention or not isinstance(method, FrequencyMethod):
+        return True
+    return any(len(method.frequencies(rope)[0]) != rope.dim // 2 for slots in ropes.values() for _, rope in slots)
+
+
+def set_aside(family: Family, number: int, originals: list[PreTrainedConfig]) -> Family:
+    """Rotary modules beside those that were just put in place of those of ``family``, to be filled for single layers.
+
+    Args:
+        number: of sets aside before this one
+        originals: the configurations of the rotary modules as they were
+    """
+    sites = []
+    for site, original in zip(family.sites, originals, strict=True):
+        rotary: Any = site.parent.get_submodule(site.name)
+        if number == 0:
+            rotary.add_module("aside", Aside())
+        # A configuration of its own: that of the model tells of its layers in general.
+        fresh = site.rebuild(copy.deepcopy(original))
+        rotary.aside.append(fresh)
+        sites.append(Site(rotary.aside, str(number), fresh))
+    return Family(family.root, family.owner, sites)
+
+
+def in_place(family: Family) -> Family:
+    """The same with the rotary modules that stand now where those of ``family`` stood."""
+    placed: list[Any] = [site.parent.get_submodule(site.name) for site in family.sites]
+    return Family(family.root, family.owner, [Site(rotary, "inner", rotary.inner) for rotary in placed])
+
+
 def move_positions(family: Family, method: PositionMap, ropes: Ropes) -> None:
-    """Let rotary modules that were just installed rotate tokens to where the cache is to hold them.
+    """Let rotary modules that were just put in place of those of ``family`` rotate tokens to where the cache is to
+    hold them.
 
     Raises:
         UnsupportedMethodError: a rotary module that is not given positions.
@@ -158,7 +232,7 @@ def move_positions(family: Family, method: PositionMap, ropes: Ropes) -> None:
     for index, site in enumerate(family.sites):
         if not ropes[index]:
             continue
-        rotary = site.parent
+        rotary = site.parent.get_submodule(site.name)
         assert isinstance(rotary, PatchedRotary)
         if not is_told_positions(site):
             raise UnsupportedMethodError(f"The rotary module of {family.title} is not told positions.")
@@ -249,5 +323,5 @@ def _obeys(rotary: nn.Module, slot: Slot, frequencies: torch.Tensor, factor: flo
     return bool(min(distances) < 1e-4)
 
 
-def _install(site: Site, fresh: nn.Module, method: Method, journal: Journal) -> None:
-    journal.swap(site.parent, site.name, PatchedRotary(fresh, str(method)))
+def _install(site: Site, fresh: nn.Module, method: Method | None, journal: Journal) -> None:
+    journal.swap(site.parent, site.name, PatchedRotary(fresh, str(method or "as trained")))

@@ -4,7 +4,7 @@ positions while no weight of the real one is read."""
 import copy
 import inspect
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,9 +47,8 @@ def describes(family: Family) -> bool:
 
 
 def align_settings(family: Family, before: PreTrainedConfig, journal: Journal, resized: Collection[str] = ()) -> None:
-    """Bring numbers that modules derive from their configuration to what the edited one gives.
-
-    The softmax scale of latent attention under YaRN is one: it is computed when the module is built.
+    """Bring numbers that modules derive from their configuration to what the edited one gives, but in layers that turn
+    by a rotation of their own.
 
     Args:
         resized: names of the weights that were given another shape
@@ -57,20 +56,40 @@ def align_settings(family: Family, before: PreTrainedConfig, journal: Journal, r
     Raises:
         UnsupportedMethodError: the edited configuration asks for weights of another shape.
     """
-    old, new = build(family.owner, before), build(family.owner, family.config)
+    live = live_modules(family.owner)
+    rotary = {id(site.module) for site in family.sites}
+    for name, key, value in derived(family, before, family.config, resized):
+        module = live.get(name)
+        own = module is None or id(module) in rotary or "_hf_posenc_aside" in vars(module)
+        if not own and key in vars(module):
+            journal.set(module, key, value)
+
+
+def derived(
+    family: Family, before: PreTrainedConfig, after: PreTrainedConfig, resized: Collection[str] = ()
+) -> Iterator[tuple[str, str, Any]]:
+    """Numbers, as (module, name, value), that modules derive otherwise from another configuration.
+
+    The softmax scale of latent attention under YaRN is one: it is computed when the module is built.
+
+    Args:
+        resized: names of weights that may take another shape
+
+    Raises:
+        UnsupportedMethodError: others would.
+    """
+    old, new = build(family.owner, before), build(family.owner, after)
     if {name: weight.shape for name, weight in old.named_parameters() if name not in resized} != {
         name: weight.shape for name, weight in new.named_parameters() if name not in resized
     }:
         raise UnsupportedMethodError(
             f"This change gives {family.title} weights of another shape, so it cannot be made."
         )
-    live, counterparts = live_modules(family.owner), dict(old.named_modules())
-    rotary = {id(site.module) for site in family.sites}
+    counterparts = dict(old.named_modules())
     for name, module in new.named_modules():
         for key, value in vars(module).items():
-            changed = isinstance(value, int | float) and value != vars(counterparts[name]).get(key)
-            if changed and key in vars(live.get(name, module)) and id(live[name]) not in rotary:
-                journal.set(live[name], key, value)
+            if isinstance(value, int | float) and value != vars(counterparts[name]).get(key):
+                yield name, key, value
 
 
 @dataclass
@@ -85,6 +104,9 @@ class Plan:
         keywords: names of the keyword arguments that reach the attention function
         heads: query heads
         width: dimensions of a head
+        value_width: dimensions of a value
+        given: whether the module is handed the rotation as an argument
+        donor: the attention module whose keys and values it takes, where it makes none itself
     """
 
     name: str
@@ -97,6 +119,9 @@ class Plan:
     sliding_window: int | None = None
     heads: int = 0
     width: int = 0
+    value_width: int = 0
+    given: bool = False
+    donor: str | None = None
 
 
 @dataclass
@@ -149,11 +174,13 @@ def plan(family: Family, attention: str = "hf_posenc") -> list[Plan]:
         site.parent._modules[site.name] = _Stub(
             real, rows, {slot.label: sources.index((index, slot)) for slot in site.slots}
         )
+    given_to = _Receivers(twin)
     probe = run(family, twin, rows)
     if not probe.records:
         raise UnsupportedMethodError(_no_interface(family))
     names = {id(module): name for name, module in twin.named_modules()}
     plans: dict[str, Plan] = {}
+    donors: dict[str, torch.Tensor] = {}
     for module, query, key, value, kwargs in probe.records:
         name = names[id(module)]
         if not torch.equal(value[0], value[1]):
@@ -161,7 +188,14 @@ def plan(family: Family, attention: str = "hf_posenc") -> list[Plan]:
                 f"{name} of {family.title} turns values along with keys; frequency methods work on it, methods inside "
                 "attention do not."
             )
-        found = _read(family, name, query, key, kwargs, len(sources))
+        donor = next((other for other, made in donors.items() if other != name and torch.equal(made, value)), None)
+        donors.setdefault(name, value)
+        found = replace(
+            _read(family, name, query, key, kwargs, len(sources)),
+            value_width=value.shape[-1],
+            given=module in given_to.modules,
+            donor=donor,
+        )
         if plans.setdefault(found.name, found) != found:
             raise UnsupportedMethodError(f"{found.name} of {family.title} uses two different rotations.")
     return list(plans.values())
@@ -257,6 +291,21 @@ def _probing(probe: Probe):
         active.probe = None
 
 
+class _Receivers:
+    """Collects the modules of a twin that are handed the answer of a stub as an argument."""
+
+    def __init__(self, twin: nn.Module):
+        self.modules: set[nn.Module] = set()
+        for module in twin.modules():
+            module.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def _look(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            part = value[0] if isinstance(value, tuple | list) and value else value
+            if getattr(part, "_hf_posenc_stub", False):
+                self.modules.add(module)
+
+
 class _Stub(Wrapper):
     """Answers as a rotary module does, with the same angle for every dimension, by row."""
 
@@ -279,4 +328,6 @@ class _Stub(Wrapper):
     def _fill(self, like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Answer in the shape ``(..., batch, length, dim)`` of ``like``."""
         shape = (*like.shape[:-3], self.rows, *like.shape[-2:])
-        return values.view(-1, 1, 1).expand(shape).to(like.dtype).clone()
+        answer = values.view(-1, 1, 1).expand(shape).to(like.dtype).clone()
+        answer._hf_posenc_stub = True  # type: ignore[attr-defined]
+        return answer

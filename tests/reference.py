@@ -220,6 +220,16 @@ def t5_bucket(
     return first + min(exact + math.floor(grown), buckets - 1)
 
 
+def xpos_fade(i: int, j: int, d: int, gamma: float = 0.4, scale_base: float = 512) -> list[float]:
+    """zeta_k^((i - j) / B) for the d/2 pairs k, zeta_k = (2k/d + gamma) / (1 + gamma)."""
+    return [((2 * k / d + gamma) / (1 + gamma)) ** ((i - j) / scale_base) for k in range(d // 2)]
+
+
+def temperature(i: int) -> float:
+    """Llama 4's factor on queries of layers without a position."""
+    return 1 + 0.1 * math.log(1 + (i + 1) // 8192)
+
+
 # --- rotation and attention ------------------------------------------------------------------------------------------
 
 
@@ -274,12 +284,18 @@ def attention_loop(
     window: int | None = None,
     bias: Callable[[int, int, int], float] | None = None,
     sinks: list[float] | None = None,
+    fade: Callable[[int, int], list[float]] | None = None,
+    value_angle: Callable[[int, int], list[float]] | None = None,
+    query_scale: Callable[[int], float] | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of one row, pair by pair.
 
     query (heads, n, dim), key (kv heads, m, dim) and value (kv heads, m, value dim) are raw: no rotation yet. Key j is
     seen by query i if its position is not later and, with a window, less than `window` tokens back. `scale` defaults
-    to dim^-1/2; `bias(head, i, j)` is added to the score; a head's sink takes weight as one more score would. Returns
+    to dim^-1/2; `bias(head, i, j)` is added to the score; a head's sink takes weight as one more score would.
+    `fade(i, j)` multiplies what each rotated pair adds to a score, `value_angle(i, j)` turns the value of a key for a
+    query, `query_scale(i)` multiplies a query, and a query sees keys of its own `chunk` of positions only. Returns
     (heads, n, value dim) in float64.
     """
     query, key, value = query.double(), key.double(), value.double()
@@ -294,18 +310,30 @@ def attention_loop(
         queries = query[head].tolist()
         for row, i in enumerate(query_positions):
             seen = [c for c, j in enumerate(key_positions) if j <= i and (window is None or i - j < window)]
+            seen = [c for c in seen if chunk is None or key_positions[c] // chunk == i // chunk]
             scores = []
             for column in seen:
                 j = key_positions[column]
                 query_angles, key_angles = angle(i, j)
                 left = rotate(queries[row], query_angles, pairing, start)
                 right = rotate(keys[column], key_angles, pairing, start)
+                if fade:
+                    half = len(query_angles)
+                    for pair, kept in enumerate(fade(i, j)):
+                        places = (pair, pair + half) if pairing == "half" else (2 * pair, 2 * pair + 1)
+                        for place in places:
+                            right[start + place] *= kept
                 score = scale * sum(a * b for a, b in zip(left, right, strict=True))
+                score *= query_scale(i) if query_scale else 1.0
                 scores.append(score + (bias(head, i, j) if bias else 0.0))
             if seen:
                 weights = softmax([*scores, sinks[head]] if sinks else scores)
                 for weight, column in zip(weights, seen, strict=False):
-                    output[head, row] += weight * values[column]
+                    vector = values[column]
+                    if value_angle:
+                        turned = rotate(vector.tolist(), value_angle(i, key_positions[column]), pairing, start)
+                        vector = torch.tensor(turned, dtype=torch.float64)
+                    output[head, row] += weight * vector
     return output
 
 

@@ -23,7 +23,11 @@ MAPS = [
     "dca:chunk_size=12,local_window=4", "string:shift=20,window=3", "logn",
     "self_extend:group_size=2,window=8,logn=True+yarn:factor=2",
 ]  # fmt: skip
-KINDS += [*MAPS, "alibi:interpolate=2", "nope"]
+ASIDE = [
+    "irope:interval=2", "irope:interval=2,temperature=True,chunk=16+yarn:factor=2", "xpos:scale_base=8", "vo_rope",
+    "layers:layers={0:'rerope:window=6+pi:factor=2',1:'nope'}", "layers:layers={0:'alibi'},default='dynamic_yarn'",
+]  # fmt: skip
+KINDS += [*MAPS, "alibi:interpolate=2", "nope", *ASIDE]
 OWN = KINDS[2:]
 IDS = tiny.tokens(1, 100)
 
@@ -141,7 +145,7 @@ def test_a_scheme_only_the_configuration_knows_is_replaced(tmp_path):
     assert torch.equal(logits(hf_posenc.unpatch(loaded)), logits(tiny.TL()))
 
 
-@pytest.mark.parametrize("method", ["dynamic_ntk", MAPS[1], MAPS[-1]])
+@pytest.mark.parametrize("method", ["dynamic_ntk", MAPS[1], MAPS[-1], ASIDE[0]])
 def test_a_plain_load_of_an_own_scheme_stops(method, tmp_path):
     hf_posenc.patch(tiny.TL(), method).save_pretrained(tmp_path)
     code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path)!r})"
@@ -149,7 +153,7 @@ def test_a_plain_load_of_an_own_scheme_stops(method, tmp_path):
     assert run.returncode and "hf_posenc" in run.stderr
 
 
-@pytest.mark.parametrize("kind", ["yarn:factor=4", "dynamic_ntk:granularity=1", MAPS[0], MAPS[-1]])
+@pytest.mark.parametrize("kind", ["yarn:factor=4", "dynamic_ntk:granularity=1", MAPS[0], MAPS[-1], *ASIDE[::2]])
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_bring_their_scheme(kind, patch_first, tmp_path):

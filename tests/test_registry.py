@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_posenc
-from hf_posenc.methods import FrequencyMethod, PositionMap, Stack
+from hf_posenc.methods import FrequencyMethod, Stack
 from hf_posenc.registry import create, join, parse, registered
 
 positive = st.floats(1e-6, 1e9)
@@ -38,6 +38,17 @@ def merged(*parts):
 def bands(draw):
     low = draw(st.floats(1e-3, 1e3))
     return {"low_freq_factor": low, "high_freq_factor": draw(st.floats(low * 1.001, 1e6))}
+
+
+def members():
+    """Methods for single layers, among them strings full of commas, colons and plus signs."""
+    return st.sampled_from(
+        [
+            "nope", "yarn:factor=4,beta_fast=16", "longrope:short_factor=[1,2],long_factor=[3,4]",
+            "alibi:keep_rope=True", "self_extend:group_size=2,window=8,logn=True+yarn:factor=2", "xpos:gamma=1e+2", 
+            "vo_rope+pi:factor=2",
+        ]
+    ).map(create)  # fmt: skip
 
 
 PARAMETERS = {
@@ -105,6 +116,13 @@ PARAMETERS = {
         {"max_positions": tokens},
         optional={"interpolation": st.sampled_from(["linear", "cubic", "copy"]), "keep_head": st.booleans()},
     ),
+    "xpos": st.fixed_dictionaries({}, optional={"gamma": positive, "scale_base": st.floats(1, 1e6)}),
+    "vo_rope": st.just({}),
+    "irope": st.fixed_dictionaries({}, optional={"interval": tokens, "temperature": st.booleans(), "chunk": tokens}),
+    "layers": st.fixed_dictionaries(
+        {"layers": st.dictionaries(st.integers(0, 200), members(), min_size=1, max_size=4)},
+        optional={"default": members()},
+    ),
 }
 CLASSES = {
     "pi": hf_posenc.PI, "ntk": hf_posenc.NTK, "abf": hf_posenc.ABF, "ntk_by_parts": hf_posenc.NTKByParts,
@@ -114,6 +132,7 @@ CLASSES = {
     "dca": hf_posenc.DualChunk, "string": hf_posenc.STRING, "logn": hf_posenc.LogN, "nope": hf_posenc.NoPE,
     "alibi": hf_posenc.ALiBi, "toeplitz": hf_posenc.Toeplitz, "t5_bias": hf_posenc.T5Bias, "rope": hf_posenc.RoPE,
     "sinusoidal": hf_posenc.Sinusoidal, "learned": hf_posenc.LearnedPositions,
+    "xpos": hf_posenc.XPos, "vo_rope": hf_posenc.VORoPE, "irope": hf_posenc.IRoPE, "layers": hf_posenc.PerLayer,
 }  # fmt: skip
 
 
@@ -145,7 +164,7 @@ def test_every_method_prints_the_string_that_rebuilds_it(name, data):
     assert create(CLASSES[name], **parameters) == method == create(method)
 
 
-MAPS = [name for name, method in CLASSES.items() if issubclass(method, PositionMap) and name != "rope"]
+MAPS = [name for name, method in CLASSES.items() if getattr(method, "over_frequencies", False) and name != "rope"]
 BASES = [name for name, method in CLASSES.items() if issubclass(method, FrequencyMethod)]
 
 
@@ -179,6 +198,9 @@ def test_a_stack_prints_the_string_that_rebuilds_it(data, top, base):
         ("self_extend:group_size=4,window=1024", hf_posenc.SelfExtend(4, 1024)),
         ("rerope:window=6,logn=true+pi:factor=1e1",
          Stack(hf_posenc.ReRoPE(6, logn=True), hf_posenc.PI(factor=10))),
+        ("layers:layers={0:'nope', 3:'yarn:factor=4,beta_fast=16'},default=alibi",
+         hf_posenc.PerLayer({3: hf_posenc.YaRN(factor=4, beta_fast=16), 0: "nope"}, default="alibi")),
+        ("irope:interval=4+yarn:factor=4", Stack(hf_posenc.IRoPE(), hf_posenc.YaRN(factor=4))),
     ],
 )  # fmt: skip
 def test_strings(text, expected):
@@ -213,7 +235,7 @@ def test_printed_forms():
         ("yarn:factor=nan", {}, "factor"),
         ("yarn:factor=-1", {}, "at least 1"),
         ("yarn+pi", {}, "factor.*target_length"),
-        ("yarn:factor=4+pi:factor=2", {}, r"yarn \+ pi do not combine: give one, or a position map \(dca, .*over one"),
+        ("yarn:factor=4+pi:factor=2", {}, r"yarn \+ pi do not combine: give one, or one of dca, .*over one"),
         ("yarn:factor=4+dynamic_ntk:factor=2", {}, r"yarn \+ dynamic_ntk do not combine"),
         ("rerope:window=6+dynamic_ntk", {}, r"rerope \+ dynamic_ntk do not combine"),
         ("rerope:window=6+logn", {}, r"rerope \+ logn do not combine"),
@@ -226,6 +248,19 @@ def test_printed_forms():
         ("dca:chunk_size=6", {}, "needs local_window"),
         ("string:shift=4,window=5", {}, "at most its shift"),
         ("leaky_rerope:window=4,scale=1", {}, "below 1"),
+        ("layers:layers={}", {}, "index: method"),
+        ("layers:layers=nope", {}, "index: method"),
+        ("layers:layers={'a':'nope'}", {}, "counts layers from 0"),
+        ("layers:layers={0:'yarm:factor=2'}", {}, "Did you mean 'yarn'"),
+        ("layers:layers={0:'sinusoidal'}", {}, "for a whole model"),
+        ("layers:layers={0:'rope+yarn:factor=2'}", {}, "for a whole model"),
+        ("layers:layers={0:'irope'}", {}, "a table of layers itself"),
+        ("layers:layers={0:'longrope:factor=2,switch=stock'}", {}, "takes no single ones"),
+        ("irope:interval=0", {}, "at least 1"),
+        ("irope+longrope:factor=2", {}, "the same frequencies for every query"),
+        ("xpos+vo_rope", {}, "do not combine"),
+        ("rope+xpos", {}, "needs them turned"),
+        ("xpos:gamma=0", {}, "above 0"),
         ("abf", {}, "needs rope_theta, as in 'abf:rope_theta="),
         ("partial_rope:fraction=0", {}, "above 0"),
         ("partial_rope:fraction=1.01", {}, "at most 1"),

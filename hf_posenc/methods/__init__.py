@@ -8,6 +8,9 @@ from .dca import DualChunk
 from .dynamic_ntk import DynamicNTK
 from .dynamic_yarn import DynamicYaRN
 from .embedding import EmbeddingMethod
+from .irope import IRoPE
+from .layers import PerLayer
+from .layerwise import Layerwise
 from .leaky_rerope import LeakyReRoPE
 from .learned import LearnedPositions
 from .llama3 import Llama3
@@ -16,6 +19,7 @@ from .longrope import LongRoPE
 from .nope import NoPE
 from .ntk import NTK
 from .ntk_by_parts import NTKByParts
+from .on_top import OnTop
 from .partial_rope import PartialRoPE
 from .pi import PI
 from .position_map import PositionMap, Stack
@@ -26,6 +30,8 @@ from .sinusoidal import Sinusoidal
 from .string import STRING
 from .t5_bias import T5Bias
 from .toeplitz import Toeplitz
+from .vo_rope import VORoPE
+from .xpos import XPos
 from .yarn import YaRN
 
 __all__ = [
@@ -41,6 +47,8 @@ __all__ = [
     "EmbeddingMethod",
     "FrequencyMethod",
     "Grounded",
+    "IRoPE",
+    "Layerwise",
     "LeakyReRoPE",
     "LearnedPositions",
     "LengthMethod",
@@ -50,7 +58,9 @@ __all__ = [
     "Method",
     "NTKByParts",
     "NoPE",
+    "OnTop",
     "PartialRoPE",
+    "PerLayer",
     "PositionMap",
     "ReRoPE",
     "RoPE",
@@ -61,5 +71,7 @@ __all__ = [
     "T5Bias",
     "Toeplitz",
     "Traits",
+    "VORoPE",
+    "XPos",
     "YaRN",
 ]

@@ -126,7 +126,13 @@ class FrequencyMethod(Method):
 
 
 class AttentionMethod(Method):
-    """A method that the attention function carries out, on top of what the rotary modules do."""
+    """A method that the attention function carries out, on top of what the rotary modules do.
+
+    Attributes:
+        over_frequencies: whether it leaves the frequencies alone, so that a frequency method can stand under it
+    """
+
+    over_frequencies: ClassVar[bool] = False
 
     @property
     def acts_in_attention(self) -> bool:
@@ -236,6 +242,10 @@ def require_flag(method: Method, name: str) -> None:
 
 
 def _spell(value: Any) -> str:
+    if isinstance(value, Method):
+        return repr(str(value))
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_spell(key)}:{_spell(item)}" for key, item in value.items()) + "}"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     if isinstance(value, list | tuple):

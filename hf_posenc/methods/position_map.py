@@ -64,6 +64,7 @@ class PositionMap(AttentionMethod):
 
     logn: bool
     effect: ClassVar[str] = "moves far tokens closer"
+    over_frequencies = True
 
     @property
     def plain_until(self) -> int:
@@ -120,9 +121,10 @@ class Raw(PositionMap):
 
 @dataclass(frozen=True)
 class Stack(AttentionMethod):
-    """A position map over a frequency method, written ``"self_extend:...+yarn:factor=2"``."""
+    """A method inside attention that leaves the frequencies alone, such as a position map, over one that sets them;
+    written ``"self_extend:...+yarn:factor=2"``."""
 
-    top: PositionMap
+    top: AttentionMethod
     base: FrequencyMethod
 
     def __post_init__(self) -> None:
@@ -144,6 +146,10 @@ class Stack(AttentionMethod):
 
     def __str__(self) -> str:
         return f"{self.top}+{self.base}"
+
+    @property
+    def is_foreign(self) -> bool:
+        return self.top.is_foreign or self.base.is_foreign
 
     def fill(self, rope: Rope) -> "Stack":
         base = self.base.fill(rope)

@@ -54,12 +54,11 @@ class Grounded(AttentionMethod):
     inner: Method
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Stack | PositionMap) and not (
-            isinstance(self.inner, FrequencyMethod) and self.inner.is_fixed
-        ):
+        top = self.inner.top if isinstance(self.inner, Stack) else self.inner
+        if not isinstance(top, PositionMap) and not (isinstance(self.inner, FrequencyMethod) and self.inner.is_fixed):
             raise ValueError(
-                f"'rope' puts keys into the cache unturned, and {self.inner} changes how they turn with the length of "
-                "the text: give it a fixed factor, as in 'rope+yarn:factor=4'."
+                f"'rope' puts keys into the cache unturned, and {self.inner} needs them turned, or turns them with "
+                "the length of the text: give it a position map or a fixed factor, as in 'rope+yarn:factor=4'."
             )
 
     @property
