@@ -165,7 +165,8 @@ def mapped_backward(
 
 @mapped_backward.register_fake
 def _(grad, query, key, value, *args):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    # Contiguous whatever the strides of these: compiled code relies on them.
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _remember(ctx, inputs, output):

@@ -563,6 +563,30 @@ def test_the_operator_keeps_the_padding_of_every_call():
         assert_close(mapped(*states, mask), expected)
 
 
+@pytest.mark.parametrize("length", [1, 50])
+def test_the_operator_keeps_the_promises_that_graphs_rely_on_gradient(length):
+    """States as a model has them, transposed: shapes and strides of answers and gradients are those announced."""
+    query, key, value = (
+        torch.randn(2, count, heads, D).transpose(1, 2).requires_grad_()
+        for count, heads in ((length, 4), (50, 2), (50, 2))
+    )
+    places = torch.arange(50)[None, None].expand(1, 2, -1)
+    frequencies = torch.tensor(reference.rope(D), dtype=torch.float64)
+    given = (query, key, value, places[..., 50 - length :], places, None, None, frequencies, None)
+    torch.library.opcheck(
+        torch.ops.hf_posenc.mapped.default,
+        (*given, FAR, LENGTH, 0, D, "half", 1, 0.25),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
+    )
+    output, sums = torch.ops.hf_posenc.mapped(*given, FAR, LENGTH, 0, D, "half", 1, 0.25)
+    backward = (torch.randn_like(output), *given[:3], output, sums, *given[3:], FAR, LENGTH, 0, D, "half", 1, 0.25)
+    torch.library.opcheck(
+        torch.ops.hf_posenc.mapped_backward.default,
+        tuple(part.detach() if isinstance(part, torch.Tensor) else part for part in backward),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
 def test_the_operator_in_two_threads():
     texts = [(torch.randn(1, 4, 700, D), torch.randn(1, 2, 700, D), torch.randn(1, 2, 700, D)) for _ in range(2)]
     expected, wrong = [mapped(*text) for text in texts], []

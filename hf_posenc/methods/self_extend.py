@@ -5,7 +5,8 @@
 
 The paper's rule, which groups absolute positions; the article that inspired it writes L + floor(s (i - j - L)).
 Integer division everywhere, also where G does not divide w. Reads (L - w) G + w tokens before a distance beyond the
-trained L appears, without training and without harm to short texts. Verified against tests/reference.py.
+trained L appears (w mod G fewer, to be exact), without training and without harm to short texts. Verified against
+tests/reference.py.
 """
 
 import math
