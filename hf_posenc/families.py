@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .functional import rope_frequencies
 from .journal import Journal
-from .methods.base import Rope
+from .methods.base import Method, Rope
 
 if TYPE_CHECKING:
     from .twin import Plan
@@ -134,6 +134,26 @@ class Native(ABC):
     def guard(self, journal: Journal) -> None:  # noqa: B027
         """Mark the configuration so that plain transformers stops at it, where the name of the attention
         implementation does not see to that."""
+
+    def knows(self, method: Method) -> bool:
+        """Whether the model was trained with positions of this kind, and carries ``method`` out itself."""
+        return False
+
+    def adopt(self, method: Method, journal: Journal) -> bool:
+        """Let the model carry out a method that it ``knows``; returns whether plain transformers can build the same."""
+        raise NotImplementedError
+
+    def settings(self, method: Method) -> dict[str, Any]:
+        """What of the configuration ``method`` changes, as it is before; a reload without the scheme puts it back."""
+        return {}
+
+    def align(self, journal: Journal) -> None:
+        """Bring modules in line with a configuration that was edited."""
+
+    @property
+    def advice(self) -> str:
+        """What to do about texts beyond the trained length."""
+        return "See hf_posenc.methods(model) for what can take its place."
 
 
 NATIVES: list[type[Native]] = []

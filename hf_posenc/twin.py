@@ -85,6 +85,7 @@ class Plan:
         keywords: names of the keyword arguments that reach the attention function
         heads: query heads
         width: dimensions of a head
+        ignored: keyword arguments by which the model adds positions of its own, which were taken away
     """
 
     name: str
@@ -97,6 +98,7 @@ class Plan:
     sliding_window: int | None = None
     heads: int = 0
     width: int = 0
+    ignored: frozenset[str] = frozenset()
 
 
 @dataclass
