@@ -240,7 +240,8 @@ def require_rotary(family: Family) -> None:
     """
     if family.native is not None:
         raise UnsupportedMethodError(
-            f"{family.title} has {family.native.title} and no rotary module: there are no frequencies to look at."
+            f"{family.title} has {family.native.title} and no rotary module: there are no frequencies to look at. "
+            f"{family.native.advice}"
         )
 
 

@@ -107,6 +107,9 @@ class _Hook:
 
 def _swap_child(owner: nn.Module, name: str, new: nn.Module) -> None:
     leaving = owner.get_submodule(name)
+    weight = next(leaving.parameters(), None)
+    if weight is not None and weight.device.type != "meta":
+        new.to(weight.device, weight.dtype)
     device = next((buffer.device for buffer in leaving.buffers()), None)
     if device is not None and device.type != "meta" and not any(buffer.is_meta for buffer in new.buffers()):
         new.to(device)
