@@ -688,6 +688,6 @@ def t5_logits(
         return rms_norm(hidden, weights[f"{name}.final_layer_norm.weight"], config.layer_norm_epsilon)
 
     hidden = stack("decoder", target, stack("encoder", source, None))
-    if config.scale_decoder_outputs:
+    if getattr(config, "scale_decoder_outputs", False):  # mT5 never does
         hidden = hidden * config.d_model**-0.5
     return hidden @ weights["lm_head.weight"].T

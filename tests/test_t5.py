@@ -40,7 +40,7 @@ TURNING = [
     "self_extend:group_size=3,window=10+rope",
     "rerope:window=8+rope",
     "leaky_rerope:window=8,scale=0.5+rope",
-    "dca:chunk_size=12,local_window=4+rope",
+    "string:shift=10,window=2+rope",
     "logn+rope",
 ]
 METHODS = [*BIASES, *TABLES, "nope", *TURNING]
@@ -123,7 +123,8 @@ def buckets_bias(model, buckets: int = BUCKETS, longest: int = LONGEST, interpol
     def bias(decoder, layer, head, i, j):
         later = not decoder and j > i
         name = (decoder, layer, head, later)
-        made.setdefault(name, side(*name))
+        if name not in made:
+            made[name] = side(*name)
         count = buckets if decoder else buckets // 2
         return made[name][reference.t5_bucket(abs(i - j), count, longest, True, interpolate)]
 
@@ -154,7 +155,7 @@ MAPS = {
     "self_extend": lambda i, j: reference.self_extend_distance(i, j, 10, 3),
     "rerope": lambda i, j: reference.rerope_distance(i, j, 8),
     "leaky_rerope": lambda i, j: reference.leaky_rerope_distance(i, j, 8, 0.5),
-    "dca": lambda i, j: reference.dca_distance(i, j, 12, 4),
+    "string": lambda i, j: reference.string_distance(i, j, 10, 2),
 }
 
 
@@ -197,7 +198,10 @@ def test_the_double_loop_of_its_kin(kind, heads, more, method):
     if method:
         patched(model, method)
     reference_method = method or "t5_bias:num_buckets=8,max_distance=20"
-    assert_close(logits(model)[0].double(), expected(plain, model, reference_method), atol=1e-4, rtol=0)
+    # Those that do not scale down what the decoder gives have logits 7 times as large.
+    unit = 1.0 if kind == "umt5" else plain.config.d_model**0.5
+    found = logits(model)[0].double() / unit
+    assert_close(found, expected(plain, model, reference_method) / unit, atol=1e-4, rtol=0)
 
 
 # --- however it is read ----------------------------------------------------------------------------------------------
@@ -270,7 +274,7 @@ def test_only_the_encoder_looks_ahead(method):
 def test_bfloat16_is_near(method):
     model = patched(tiny(), method)
     exact = logits(model)
-    assert (logits(model.bfloat16()).float() - exact).abs().max() < 0.15 * exact.abs().max()
+    assert (logits(model.bfloat16()).float() - exact).abs().mean() < 0.08 * exact.abs().mean()
 
 
 @pytest.mark.parametrize("method", FEW)
