@@ -140,14 +140,14 @@ class Native(ABC):
         return False
 
     def adopt(self, method: Method, journal: Journal) -> bool:
-        """Let the model carry out a method that it ``knows``; returns whether plain transformers can build the same."""
+        """Let the model carry out what it ``knows``; returns whether plain transformers can build the same."""
         raise NotImplementedError
 
     def settings(self, method: Method) -> dict[str, Any]:
         """What of the configuration ``method`` changes, as it is before; a reload without the scheme puts it back."""
         return {}
 
-    def align(self, journal: Journal) -> None:
+    def align(self, journal: Journal) -> None:  # noqa: B027 (most have nothing to align)
         """Bring modules in line with a configuration that was edited."""
 
     @property

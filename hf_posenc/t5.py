@@ -57,8 +57,8 @@ class Buckets(Native):
     @property
     def advice(self) -> str:
         return (
-            "Buckets read texts of any length, with one bias for all that is far: measure, then try to read the trained "
-            "table farther, as in 't5_bias:max_distance=256' or 't5_bias:interpolate=2'."
+            "Buckets read texts of any length, with one bias for all that is far: measure, then try to stretch the "
+            "trained table, as in 't5_bias:max_distance=256' or 't5_bias:interpolate=2'."
         )
 
     def plans(self, family: Family) -> list[Plan]:
@@ -152,9 +152,9 @@ def _embedding(table: nn.Embedding, causal: bool, trained: tuple[int, int], meth
 def resized(
     trained: torch.Tensor, num_buckets: int, max_distance: int, new_buckets: int, new_distance: int
 ) -> torch.Tensor:
-    """A table of ``new_buckets`` for the distances of one side: every bucket takes the mean of the trained biases of the
-    distances that it stands for, up to ``new_distance``. One that no whole distance falls into takes what the bucket
-    before it has.
+    """A table of ``new_buckets`` for the distances of one side: every bucket takes the mean of the trained biases of
+    the distances that it stands for, up to ``new_distance``. One that no whole distance falls into takes what the
+    bucket before it has.
 
     Args:
         trained: (num_buckets, heads)

@@ -629,7 +629,7 @@ def t5_logits(
     """Logits (m, vocab) in float64 of a T5ForConditionalGeneration for one source row (n,) and one target row (m,).
 
     `bias(decoder, layer, head, i, j)` is added to the scores of self-attention, where `angle` turns queries and keys
-    and `scale` is the factor on products. Scores of cross-attention are plain products. Only weights and sizes are read.
+    and `scale` is the factor on products. Scores of cross-attention are plain products.
     """
     config = model.config
     weights = {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
@@ -676,15 +676,15 @@ def t5_logits(
         for layer in range(config.num_layers if memory is None else config.num_decoder_layers):
             base = f"{name}.block.{layer}.layer"
 
-            def norm(sublayer: int, base=base) -> torch.Tensor:
-                return rms_norm(hidden, weights[f"{base}.{sublayer}.layer_norm.weight"], config.layer_norm_epsilon)
+            def norm(sublayer: int, states: torch.Tensor, base=base) -> torch.Tensor:
+                return rms_norm(states, weights[f"{base}.{sublayer}.layer_norm.weight"], config.layer_norm_epsilon)
 
-            normed = norm(0)
+            normed = norm(0, hidden)
             hidden = hidden + attend(f"{base}.0.SelfAttention", normed, normed, memory is not None, layer, True)
             if memory is not None:
-                hidden = hidden + attend(f"{base}.1.EncDecAttention", norm(1), memory, True, layer, False)
+                hidden = hidden + attend(f"{base}.1.EncDecAttention", norm(1, hidden), memory, True, layer, False)
             last = 1 if memory is None else 2
-            hidden = hidden + feed_forward(f"{base}.{last}.DenseReluDense", norm(last))
+            hidden = hidden + feed_forward(f"{base}.{last}.DenseReluDense", norm(last, hidden))
         return rms_norm(hidden, weights[f"{name}.final_layer_norm.weight"], config.layer_norm_epsilon)
 
     hidden = stack("decoder", target, stack("encoder", source, None))
