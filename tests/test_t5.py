@@ -406,6 +406,17 @@ def test_a_plain_load_of_an_own_scheme_stops(tmp_path):
     assert run.returncode and "hf_posenc" in run.stderr
 
 
+def test_exported(tmp_path):
+    model = hf_posenc.patch(tiny(), TABLES[2])
+    hf_posenc.export(model, tmp_path)
+    assert torch.equal(logits(T5ForConditionalGeneration.from_pretrained(tmp_path)), logits(model))
+    for target in ("vllm", "llama.cpp"):
+        with pytest.raises(ValueError, match="no rotary module"):
+            hf_posenc.export(model, tmp_path, target=target)
+    with pytest.raises(ValueError, match="at run time"):
+        hf_posenc.export(hf_posenc.patch(tiny(), "alibi"), tmp_path)
+
+
 def test_another_scheme_over_a_saved_one(tmp_path):
     hf_posenc.patch(tiny(), TABLES[0]).save_pretrained(tmp_path)
     model = hf_posenc.patch(T5ForConditionalGeneration.from_pretrained(tmp_path), TABLES[2])
