@@ -333,11 +333,16 @@ def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -
     return method
 
 
+def _own_configs(family: Family) -> list[PreTrainedConfig]:
+    """Those of the whole model and of every model in it that is told positions."""
+    found = (family.root.config, *(one.config for one in family.each()))
+    return list({id(config): config for config in found}.values())
+
+
 def _set_length(family: Family, length: int | None, journal: Journal) -> None:
     if length is not None:
-        for config in {id(config): config for config in (family.config, *configs(family))}.values():
-            if hasattr(config, "max_position_embeddings"):
-                journal.set(config, "max_position_embeddings", length)
+        for config in _own_configs(family) if family.native else [family.config, *configs(family)]:
+            journal.set(config, "max_position_embeddings", length)
 
 
 def _change_rotation(model: nn.Module, family: Family, method: Method, ropes: Ropes, journal: Journal) -> bool:
@@ -434,7 +439,7 @@ def _forget_record(family: Family, journal: Journal) -> None:
     if entry.get("in_weights"):
         embeddings.forget(family, create(entry["method"]), entry["original"]["length"], journal)
     before, plain = copy.deepcopy(family.config), text_config_of(persistence.without_scheme(family.root.config))
-    own = {id(config): config for config in (family.root.config, *(one.config for one in family.each()))}.values()
+    own = _own_configs(family)
     # A family may keep rotary configurations of its own, derived from the model's when it is built.
     fresh = [(config, plain) for config in own] if family.native else [(family.config, plain)]
     fresh += [
@@ -445,6 +450,8 @@ def _forget_record(family: Family, journal: Journal) -> None:
         for name in persistence.settings_of(entry):
             if hasattr(original, name):
                 journal.set(config, name, copy.deepcopy(getattr(original, name)))
+            elif name in vars(config):
+                journal.forget(config, name)
     for config in own:
         journal.forget(config, "hf_posenc")
         journal.forget(config, "attn_implementation")

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import hf_posenc
+from hf_posenc.families import locate
 from hf_posenc.registry import create
 
 BUCKETS, LONGEST, LENGTH = 8, 20, 64
@@ -380,7 +381,7 @@ def test_saved_and_loaded(method, tmp_path):
     again.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(hf_posenc.from_pretrained(tmp_path / "again")), logits(model))
     hf_posenc.unpatch(again)
-    assert not hasattr(again.config, "hf_posenc")
+    assert not {"hf_posenc", "attn_implementation", "max_position_embeddings"} & again.config.to_dict().keys()
     if "num_buckets" not in method or "num_buckets=8" in method:
         assert torch.equal(logits(again), logits(tiny()))
         assert again.config.relative_attention_max_distance == LONGEST
@@ -424,6 +425,24 @@ def test_another_scheme_over_a_saved_one(tmp_path):
     assert torch.equal(logits(hf_posenc.unpatch(model)), logits(tiny()))
     again = hf_posenc.patch(hf_posenc.patch(tiny(), TABLES[2]), TABLES[0])
     assert torch.equal(logits(again), logits(hf_posenc.patch(tiny(), TABLES[0])))
+
+
+@pytest.mark.parametrize("method", ["rope+yarn:factor=4", "self_extend:group_size=3,window=10+rope"])
+def test_the_length_it_reads(method, tmp_path):
+    """Counted from ``n_positions`` where the configuration has it; T5 and its kin were trained on 512 or more."""
+    for kind, length in (("t5", 512), ("mt5", 1024)):
+        assert locate(tiny(kind)).native.trained_length == LENGTH
+        assert locate(tiny(kind, n_positions=None)).native.trained_length == length
+    model = hf_posenc.patch(tiny(), method)
+    reads = 4 * LENGTH if "yarn" in method else (LENGTH - 10) * 3 + 10
+    assert {part.config.max_position_embeddings for part in (model, model.encoder, model.decoder)} == {reads}
+    model.save_pretrained(tmp_path)
+    again = hf_posenc.restore(T5ForConditionalGeneration.from_pretrained(tmp_path))
+    assert again.config.max_position_embeddings == reads
+    for one in (model, again):
+        hf_posenc.unpatch(one)
+        parts = (one, one.encoder, one.decoder)
+        assert not any("max_position_embeddings" in part.config.to_dict() for part in parts)
 
 
 @pytest.mark.parametrize("patch_first", [True, False])
