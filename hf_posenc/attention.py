@@ -202,13 +202,6 @@ def install(
     live = live_modules(owner)
     if not any(plan.source in sources for plan in plans):
         raise UnsupportedMethodError(f"{method} would change no layer of {family.title}.")
-    if isinstance(inside, PositionMap) and inside.parts()[0].block != 1:
-        ahead = [plan.name for plan in plans if not getattr(live[plan.name], "is_causal", True)]
-        if ahead:
-            raise UnsupportedMethodError(
-                f"{method} cuts a text into chunks that look back, and {ahead[0]} of {family.title} looks ahead: take "
-                "self_extend, rerope, leaky_rerope or string."
-            )
     parameters = list(inspect.signature(owner.forward).parameters)
     forwards = all("hf_posenc" in plan.keywords for plan in plans)
     if isinstance(inside, PositionMap) and len(inside.parts()) > 1:

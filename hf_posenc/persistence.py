@@ -49,7 +49,7 @@ def record(
     this package registers, so that a plain load stops with an error instead of dropping the scheme.
     """
     entry = {"method": str(method), "version": VERSION, "original": original}
-    if native and family.native is not None:
+    if native and family.native is not None and not family.native.knows(method):
         entry["in_weights"] = True  # loads as it is, and is not to be made again
     for config in {id(config): config for config in (family.root.config, family.config)}.values():
         journal.set(config, "hf_posenc", entry)

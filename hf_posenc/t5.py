@@ -169,4 +169,4 @@ def resized(
     return (sums / counts[:, None].clamp(min=1))[filled].to(trained)
 
 
-NATIVES.append(Buckets)
+NATIVES.insert(0, Buckets)  # it knows its models; a table is looked for by its size

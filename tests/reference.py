@@ -602,7 +602,6 @@ def table_model_logits(
     return hidden @ weights["cls.predictions.decoder.weight"].T + weights["cls.predictions.bias"]
 
 
-
 # --- a whole T5 ------------------------------------------------------------------------------------------------------
 
 
@@ -624,12 +623,12 @@ def t5_logits(
     *,
     bias: Callable[[bool, int, int, int, int], float] | None = None,
     angle: Angle | None = None,
-    scale: float = 1.0,
+    scale: Callable[[int], float] = lambda i: 1.0,
 ) -> torch.Tensor:
     """Logits (m, vocab) in float64 of a T5ForConditionalGeneration for one source row (n,) and one target row (m,).
 
     `bias(decoder, layer, head, i, j)` is added to the scores of self-attention, where `angle` turns queries and keys
-    and `scale` is the factor on products. Scores of cross-attention are plain products.
+    and `scale(i)` is the factor on products. Scores of cross-attention are plain products.
     """
     config = model.config
     weights = {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
@@ -653,7 +652,7 @@ def t5_logits(
                     rotate_rows(part, torch.tensor([pair[side] for pair in pairs], dtype=torch.float64))
                     for side, part in enumerate((left, right))
                 )
-            scores = (left * right).sum(-1) * (scale if own else 1.0)
+            scores = (left * right).sum(-1) * (scale(i) if own else 1.0)
             if own and bias is not None:
                 scores = scores + torch.tensor(
                     [[bias(decoder, layer, h, i, j) for j in seen] for h in range(heads)], dtype=torch.float64
@@ -661,14 +660,11 @@ def t5_logits(
             attended[i] = (scores.softmax(-1)[..., None] * value[:, seen]).sum(1)
         return attended.reshape(len(states), heads * dim) @ weights[f"{name}.o.weight"].T
 
-    def gelu(x: torch.Tensor) -> torch.Tensor:
-        return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
-
     def feed_forward(name: str, states: torch.Tensor) -> torch.Tensor:
         if f"{name}.wi.weight" in weights:
             inner = (states @ weights[f"{name}.wi.weight"].T).relu()
         else:
-            inner = gelu(states @ weights[f"{name}.wi_0.weight"].T) * (states @ weights[f"{name}.wi_1.weight"].T)
+            inner = gelu_new(states @ weights[f"{name}.wi_0.weight"].T) * (states @ weights[f"{name}.wi_1.weight"].T)
         return inner @ weights[f"{name}.wo.weight"].T
 
     def stack(name: str, ids: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """T5 and its kin: every method against the double loop, however a text is read, and what stays of it on disk."""
 
 import copy
+import math
 import pickle
 import subprocess
 import sys
@@ -35,17 +36,9 @@ TABLES = [
     "t5_bias:num_buckets=16,max_distance=40",
     "t5_bias:num_buckets=4,max_distance=12,interpolate=2",
 ]
-TURNING = [
-    "rope",
-    "rope+yarn:factor=4",
-    "self_extend:group_size=3,window=10+rope",
-    "rerope:window=8+rope",
-    "leaky_rerope:window=8,scale=0.5+rope",
-    "string:shift=10,window=2+rope",
-    "logn+rope",
-]
+TURNING = ["rope", "rope+yarn:factor=4", "logn+rope", "logn+rope+yarn:factor=2"]
 METHODS = [*BIASES, *TABLES, "nope", *TURNING]
-FEW = ["alibi", "toeplitz:max_distance=9", TABLES[3], "nope", "rope", "self_extend:group_size=3,window=10+rope"]
+FEW = ["alibi", "toeplitz:max_distance=9", TABLES[3], "nope", "rope", "logn+rope+yarn:factor=2"]
 LEARNED = ["alibi:learned_slopes=true", "toeplitz:max_distance=9"]
 PLAIN = [TABLES[0], TABLES[2]]
 SOURCE, TARGET = (torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(s)) for s in (1, 2))
@@ -154,15 +147,6 @@ def learned_bias(model):
     return bias
 
 
-FREQUENCIES = reference.rope(16)
-MAPS = {
-    "self_extend": lambda i, j: reference.self_extend_distance(i, j, 10, 3),
-    "rerope": lambda i, j: reference.rerope_distance(i, j, 8),
-    "leaky_rerope": lambda i, j: reference.leaky_rerope_distance(i, j, 8, 0.5),
-    "string": lambda i, j: reference.string_distance(i, j, 10, 2),
-}
-
-
 def expected(plain, model, method):
     """Of ``model``, whose weights are those of ``plain``, under ``method``."""
     name = method.partition(":")[0]
@@ -173,13 +157,14 @@ def expected(plain, model, method):
         rule = {"bias": learned_bias(model)}
     elif name == "alibi":
         rule = {"bias": alibi_bias(plain.config.num_heads, 4.0 if "interpolate" in method else 1.0)}
-    elif method == "rope+yarn:factor=4":
-        turning = reference.yarn(16, 10000.0, 4, LENGTH)
-        rule = {"angle": reference.by_frequencies(turning), "scale": reference.attention_factor(4) ** 2}
-    elif name in MAPS:  # later keys are near
-        rule = {"angle": reference.by_distance(FREQUENCIES, lambda i, j: MAPS[name](i, j) if j <= i else i - j)}
+    elif name == "nope":
+        rule = {}
     else:
-        rule = {} if name == "nope" else {"angle": reference.by_frequencies(FREQUENCIES)}
+        factor = float(method.partition("factor=")[2] or 1)
+        turning = reference.yarn(16, 10000.0, factor, LENGTH) if factor > 1 else reference.rope(16)
+        reads, gain = factor * LENGTH, reference.attention_factor(factor) ** 2
+        level = (lambda i: max(1.0, math.log(i + 1) / math.log(reads))) if name == "logn" else (lambda i: 1.0)
+        rule = {"angle": reference.by_frequencies(turning), "scale": lambda i: gain * level(i)}
     return reference.t5_logits(plain, SOURCE[0], TARGET[0], **rule)
 
 
@@ -199,7 +184,7 @@ def test_the_double_loop(method):
         ("t5", 12, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     ],
 )
-@pytest.mark.parametrize("method", [None, "alibi", TABLES[2], "self_extend:group_size=3,window=10+rope"])
+@pytest.mark.parametrize("method", [None, "alibi", TABLES[2], "rope+yarn:factor=4"])
 def test_the_double_loop_of_its_kin(kind, heads, more, method):
     plain = tiny(kind, heads=heads, **more)
     model = tiny(kind, heads=heads, **more)
@@ -427,14 +412,12 @@ def test_another_scheme_over_a_saved_one(tmp_path):
     assert torch.equal(logits(again), logits(hf_posenc.patch(tiny(), TABLES[0])))
 
 
-@pytest.mark.parametrize("method", ["rope+yarn:factor=4", "self_extend:group_size=3,window=10+rope"])
-def test_the_length_it_reads(method, tmp_path):
+def test_the_length_it_reads(tmp_path):
     """Counted from ``n_positions`` where the configuration has it; T5 and its kin were trained on 512 or more."""
     for kind, length in (("t5", 512), ("mt5", 1024)):
         assert locate(tiny(kind)).native.trained_length == LENGTH
         assert locate(tiny(kind, n_positions=None)).native.trained_length == length
-    model = hf_posenc.patch(tiny(), method)
-    reads = 4 * LENGTH if "yarn" in method else (LENGTH - 10) * 3 + 10
+    model, reads = hf_posenc.patch(tiny(), "rope+yarn:factor=4"), 4 * LENGTH
     assert {part.config.max_position_embeddings for part in (model, model.encoder, model.decoder)} == {reads}
     model.save_pretrained(tmp_path)
     again = hf_posenc.restore(T5ForConditionalGeneration.from_pretrained(tmp_path))
@@ -446,7 +429,7 @@ def test_the_length_it_reads(method, tmp_path):
 
 
 @pytest.mark.parametrize("patch_first", [True, False])
-@pytest.mark.parametrize("method", ["toeplitz:max_distance=9", TABLES[1], "nope", "rerope:window=8+rope"])
+@pytest.mark.parametrize("method", ["toeplitz:max_distance=9", TABLES[1], TABLES[2], "nope", "rope+yarn:factor=4"])
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_bring_their_scheme(method, patch_first, tmp_path):
     peft = pytest.importorskip("peft")
@@ -597,10 +580,14 @@ def test_a_failed_patch_changes_nothing(monkeypatch):
         assert str(hf_posenc.current(model)) == TABLES[0]
 
 
-def test_chunks_that_look_back_are_refused_where_a_model_looks_ahead():
+@pytest.mark.parametrize(
+    "method",
+    ["self_extend:group_size=3,window=10+rope", "rerope:window=8+rope", "dca:chunk_size=12,local_window=4+rope"],
+)
+def test_maps_of_earlier_tokens_are_refused_since_the_encoder_looks_ahead(method):
     model = tiny()
-    before = logits(model)
-    with pytest.raises(hf_posenc.UnsupportedMethodError, match="looks ahead"):
-        hf_posenc.patch(model, "dca:chunk_size=12,local_window=4+rope")
+    before, names = logits(model), {name: set(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(hf_posenc.UnsupportedMethodError, match="looks at later ones"):
+        hf_posenc.patch(model, method)
     assert torch.equal(logits(model), before)
-    assert not any("_hf_posenc" in vars(module) for module in model.modules())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == names
