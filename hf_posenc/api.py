@@ -11,7 +11,17 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import adapters, attention, bloom, embeddings, layerwise, persistence, stacked, twin  # noqa: F401 (bloom registers)
+from . import (  # some register kinds of models
+    adapters,
+    attention,
+    bloom,  # noqa: F401
+    embeddings,
+    layerwise,
+    persistence,
+    stacked,
+    t5,  # noqa: F401
+    twin,
+)
 from .families import (
     Family,
     UnsupportedMethodError,
@@ -58,18 +68,22 @@ class Patch:
 
     def revert(self, owner: PreTrainedModel) -> None:
         """Undo it, but leave an attention implementation that was chosen meanwhile."""
-        live = owner.config._attn_implementation
-        chosen = next((stock for stock, name in attention.NAMES.items() if name == live), live)
+        owners = [one.owner for one in locate(self.root).each()]
+        live = [one.config._attn_implementation for one in owners]
+        chosen = [next((stock for stock, name in attention.NAMES.items() if name == one), one) for one in live]
         self.journal.revert()
-        owner.config._attn_implementation_internal = chosen
+        for one, implementation in zip(owners, chosen, strict=True):
+            one.config._attn_implementation_internal = implementation
 
     def replay(self, owner: PreTrainedModel) -> None:
         """Make it again, on the attention implementation that is in force now."""
-        chosen = owner.config._attn_implementation
+        owners = [one.owner for one in locate(self.root).each()]
+        chosen = [one.config._attn_implementation for one in owners]
         self.journal.replay()
-        owner.config._attn_implementation_internal = chosen
-        if "_hf_posenc" in vars(owner) and chosen in attention.NAMES:
-            attention.keep_implementation(owner)
+        for one, implementation in zip(owners, chosen, strict=True):
+            one.config._attn_implementation_internal = implementation
+            if "_hf_posenc" in vars(one) and implementation in attention.NAMES:
+                attention.keep_implementation(one)
 
 
 def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any = None, **parameters: Any) -> Model:
@@ -97,9 +111,14 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
     """
     chosen = create(method, **parameters)
     _put(model, chosen, tokenizer)
-    if chosen.is_foreign:
+    if chosen.is_foreign and not _is_native(model, chosen):
         logger.warning("%s: a model that was trained with other positions has to be fine-tuned with these.", chosen)
     return model
+
+
+def _is_native(model: nn.Module, method: Method) -> bool:
+    native = locate(model).native
+    return native is not None and native.knows(method)
 
 
 def _put(model: nn.Module, chosen: Method, tokenizer: Any = None) -> None:
@@ -307,6 +326,8 @@ def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -
     method = method.fill(rope)
     before = copy.deepcopy(family.config)
     original = persistence.original_of(family.config, rope.length)
+    if family.native is not None:
+        original |= family.native.settings(method)
     length = method.extended_length(rope)
     if length is not None and length < rope.configured_length:
         logger.warning(
@@ -332,9 +353,15 @@ def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -
     return method
 
 
+def _own_configs(family: Family) -> list[PreTrainedConfig]:
+    """Those of the whole model and of every model in it that is told positions."""
+    found = (family.root.config, *(one.config for one in family.each()))
+    return list({id(config): config for config in found}.values())
+
+
 def _set_length(family: Family, length: int | None, journal: Journal) -> None:
     if length is not None:
-        for config in {id(config): config for config in (family.config, *configs(family))}.values():
+        for config in _own_configs(family) if family.native else [family.config, *configs(family)]:
             journal.set(config, "max_position_embeddings", length)
 
 
@@ -379,6 +406,8 @@ def _replace_native(model: nn.Module, family: Family, method: Method, rope: Rope
         return False
     if isinstance(method, EmbeddingMethod):
         return embeddings.put(family, method, journal)
+    if family.native.knows(method):
+        return family.native.adopt(method, journal)
     top: AttentionMethod
     frequencies, capacity = rope.frequencies, None
     if isinstance(method, RoPE | Grounded):
@@ -417,17 +446,20 @@ def _forget_record(family: Family, journal: Journal) -> None:
     if entry.get("in_weights"):
         embeddings.forget(family, create(entry["method"]), entry["original"]["length"], journal)
     before, plain = copy.deepcopy(family.config), text_config_of(persistence.without_scheme(family.root.config))
+    own = _own_configs(family)
     # A family may keep rotary configurations of its own, derived from the model's when it is built.
-    fresh = [(family.config, plain)]
+    fresh = [(config, plain) for config in own] if family.native else [(family.config, plain)]
     fresh += [
         (site.config, built.config)
         for site, built in zip(family.sites, rotary_sites(twin.build(family.owner, plain)), strict=True)
     ]
     for config, original in fresh:
-        for name in ("rope_parameters", "max_position_embeddings"):
+        for name in persistence.settings_of(entry):
             if hasattr(original, name):
                 journal.set(config, name, copy.deepcopy(getattr(original, name)))
-    for config in {id(config): config for config in (family.root.config, family.config)}.values():
+            elif name in vars(config):
+                journal.forget(config, name)
+    for config in own:
         journal.forget(config, "hf_posenc")
         journal.forget(config, "attn_implementation")
         if str(config._attn_implementation).startswith("hf_posenc"):
@@ -437,6 +469,8 @@ def _forget_record(family: Family, journal: Journal) -> None:
         journal.swap(site.parent, site.name, site.rebuild(site.config))
     if family.native is None:
         twin.align_settings(locate(family.root), before, journal)
+    else:
+        family.native.align(journal)
 
 
 def _root_and_owner(model: nn.Module, method: Method) -> tuple[PreTrainedModel, PreTrainedModel]:

@@ -74,6 +74,7 @@ def attention_forward(
     if layer.plan.source is None:
         mask = context.rows(scheme.stock, attention_mask, key.shape[2], 0, length, causal, query)
         return stock(module, query, key, value, mask, **kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in layer.plan.ignored}
     here = hf_posenc if hf_posenc is not None else scheme.here.context
     if here is None:
         raise RuntimeError("Positions did not reach attention: call the model itself, not one of its layers.")
@@ -138,7 +139,7 @@ def after_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any], output:
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
     for value in values:
         if isinstance(value, Cache) and context is not None:
-            context.positions.remember(value, scheme.holder)
+            context.positions.remember(compat.of_self_attention(value), scheme.holder)
 
 
 def send_with_rotation(rotary: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

@@ -35,7 +35,7 @@ class Export:
     Attributes:
         target: "transformers", "vllm" or "llama.cpp"
         path: the folder, or the file in it
-        settings: for vLLM the overrides, for llama.cpp flag -> value, for transformers the rope parameters
+        settings: for vLLM the overrides, for llama.cpp flag -> value, for transformers the rope parameters, if any
         command: how to load it
         notes: where the target differs, in sentences
     """
@@ -91,7 +91,7 @@ def _to_transformers(model: nn.Module, family: Family, method: Method, folder: P
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     command = f"transformers.{type(model).__name__}.from_pretrained({str(folder)!r})"
-    return Export("transformers", folder, _plain(family.config.rope_parameters), command)
+    return Export("transformers", folder, {} if family.native else _plain(family.config.rope_parameters), command)
 
 
 def _to_vllm(model: nn.Module, family: Family, method: Method, folder: Path) -> Export:
@@ -247,6 +247,11 @@ def _unfit_for_flags(entry: dict[str, Any], original: dict[str, Any], config: Pr
 
 
 def _only_config(family: Family, method: Method, target: str) -> PreTrainedConfig:
+    if family.native is not None:
+        raise ValueError(
+            f"'{method}' is not expressible for {target}: {family.title} has no rotary module. Use "
+            "target='transformers'."
+        )
     if [id(config) for config in configs(family)] != [id(family.config)]:
         raise ValueError(
             f"'{method}' is not expressible for {target}: {family.title} keeps a configuration per set of "

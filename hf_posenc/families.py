@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .functional import rope_frequencies
 from .journal import Journal
-from .methods.base import Rope
+from .methods.base import Method, Rope
 
 if TYPE_CHECKING:
     from .twin import Plan
@@ -135,6 +135,26 @@ class Native(ABC):
     def silence(self, journal: Journal) -> None:
         """Take it away, so that tokens carry no position."""
 
+    def knows(self, method: Method) -> bool:
+        """Whether the model was trained with positions of this kind, and carries ``method`` out itself."""
+        return False
+
+    def adopt(self, method: Method, journal: Journal) -> bool:
+        """Let the model carry out what it ``knows``; returns whether plain transformers can build the same."""
+        raise NotImplementedError
+
+    def settings(self, method: Method) -> dict[str, Any]:
+        """What of the configuration ``method`` changes, as it is before; a reload without the scheme puts it back."""
+        return {}
+
+    def align(self, journal: Journal) -> None:  # noqa: B027 (most have nothing to align)
+        """Bring modules in line with a configuration that was edited."""
+
+    @property
+    def advice(self) -> str:
+        """What to do about texts beyond the trained length."""
+        return "See hf_posenc.methods(model) for what can take its place."
+
 
 NATIVES: list[type[Native]] = []
 
@@ -220,7 +240,8 @@ def require_rotary(family: Family) -> None:
     """
     if family.native is not None:
         raise UnsupportedMethodError(
-            f"{family.title} has {family.native.title} and no rotary module: there are no frequencies to look at."
+            f"{family.title} has {family.native.title} and no rotary module: there are no frequencies to look at. "
+            f"{family.native.advice}"
         )
 
 

@@ -39,7 +39,8 @@ class _Attribute:
 
 @dataclass
 class _Child:
-    """A submodule; the one that is not in the tree follows the model to its device when it returns."""
+    """A submodule; the one that is not in the tree follows the model to its device when it returns, and weights to its
+    dtype."""
 
     owner: nn.Module
     name: str
@@ -107,6 +108,9 @@ class _Hook:
 
 def _swap_child(owner: nn.Module, name: str, new: nn.Module) -> None:
     leaving = owner.get_submodule(name)
+    weight = next(leaving.parameters(), None)
+    if weight is not None and weight.device.type != "meta" and weight.is_floating_point():
+        new.to(weight.device, weight.dtype)
     device = next((buffer.device for buffer in leaving.buffers()), None)
     if device is not None and device.type != "meta" and not any(buffer.is_meta for buffer in new.buffers()):
         new.to(device)

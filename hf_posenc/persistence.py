@@ -49,7 +49,7 @@ def record(
     this package registers, so that a plain load stops with an error instead of dropping the scheme.
     """
     entry = {"method": str(method), "version": VERSION, "original": original}
-    if native and family.native is not None:
+    if native and family.native is not None and not family.native.knows(method):
         entry["in_weights"] = True  # loads as it is, and is not to be made again
     for config in {id(config): config for config in (family.root.config, family.config)}.values():
         journal.set(config, "hf_posenc", entry)
@@ -105,6 +105,11 @@ def _is_record(entry: Any) -> bool:
     return isinstance(original, dict) and {"rope_parameters", "max_position_embeddings", "length"} <= original.keys()
 
 
+def settings_of(entry: dict[str, Any]) -> list[str]:
+    """Names of what a record puts back into the configuration."""
+    return [name for name in entry["original"] if name != "length"]
+
+
 def without_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of a configuration with its recorded scheme taken out: that of the model before it was patched."""
     config = copy.deepcopy(config)
@@ -112,7 +117,7 @@ def without_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
     if entry is None:
         return config
     text = text_config_of(config)
-    for name in ("rope_parameters", "max_position_embeddings"):
+    for name in settings_of(entry):
         if entry["original"][name] is not None:
             setattr(text, name, copy.deepcopy(entry["original"][name]))
         elif vars(text).get(name) is not None:
@@ -277,6 +282,7 @@ def check_base(entry: dict[str, Any], config: PreTrainedConfig, folder: str | Pa
     """
     text = text_config_of(config)
     found = original_of(text, entry["original"].get("length"))
+    found |= {name: getattr(text, name, None) for name in settings_of(entry)}
     if json.loads(json.dumps(found)) != entry["original"]:
         raise ValueError(
             f"The adapter in {folder} was saved with {entry['method']!r} over a base with {entry['original']}, but "

@@ -107,6 +107,7 @@ class Plan:
         value_width: dimensions of a value
         given: whether the module is handed the rotation as an argument
         donor: the attention module whose keys and values it takes, where it makes none itself
+        ignored: keyword arguments by which the model adds positions of its own, which were taken away
     """
 
     name: str
@@ -122,6 +123,7 @@ class Plan:
     value_width: int = 0
     given: bool = False
     donor: str | None = None
+    ignored: frozenset[str] = frozenset()
 
 
 @dataclass

@@ -700,6 +700,11 @@ def _by_part(call: Call, parts: list[Part], queries, keys, mask: torch.Tensor | 
         mask = (slots <= slots[keys.shape[-1] - call.query.shape[2] + begin :][: queries.shape[-1], None])[None, None]
     if mask is None:
         mask = torch.ones_like(seen[0])
+    if mask.dtype == torch.bool and call.layer.scheme.stock == "eager":
+        # Eager functions add what they are given.
+        mask = torch.zeros(mask.shape, dtype=call.query.dtype, device=mask.device).masked_fill(
+            ~mask, torch.finfo(call.query.dtype).min
+        )
     if mask.dtype == torch.bool:
         return torch.cat([mask & part for part in seen], dim=-1)
     return torch.cat([mask.masked_fill(~part, torch.finfo(mask.dtype).min) for part in seen], dim=-1)

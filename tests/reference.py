@@ -628,3 +628,90 @@ def table_model_logits(
         hidden = norm(hidden + linear(inner, f"{block}.output.dense"), f"{block}.output.LayerNorm")
     hidden = norm(gelu(linear(hidden, "cls.predictions.transform.dense")), "cls.predictions.transform.LayerNorm")
     return hidden @ weights["cls.predictions.decoder.weight"].T + weights["cls.predictions.bias"]
+
+
+# --- a whole T5 ------------------------------------------------------------------------------------------------------
+
+
+def t5_resized(side: list[float], longest: int, buckets: int, new_longest: int) -> list[float]:
+    """One head's table for the distances of one side, for another number of buckets: each takes the mean of the
+    trained biases of the distances up to `new_longest` that fall into it, an empty one what the one before has."""
+    resized: list[float] = []
+    for bucket in range(buckets):
+        mine = [D for D in range(new_longest + 1) if t5_bucket(D, buckets, new_longest, True) == bucket]
+        found = [side[t5_bucket(D, len(side), longest, True)] for D in mine]
+        resized.append(sum(found) / len(found) if found else resized[-1])
+    return resized
+
+
+def t5_logits(
+    model,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: Callable[[bool, int, int, int, int], float] | None = None,
+    angle: Angle | None = None,
+    scale: Callable[[int], float] = lambda i: 1.0,
+) -> torch.Tensor:
+    """Logits (m, vocab) in float64 of a T5ForConditionalGeneration for one source row (n,) and one target row (m,).
+
+    `bias(decoder, layer, head, i, j)` is added to the scores of self-attention, where `angle` turns queries and keys
+    and `scale(i)` is the factor on products. Scores of cross-attention are plain products.
+    """
+    config = model.config
+    weights = {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
+    heads, dim = config.num_heads, config.d_kv
+
+    def split(states: torch.Tensor) -> torch.Tensor:
+        return states.view(len(states), heads, dim).transpose(0, 1)
+
+    def attend(name: str, states: torch.Tensor, memory: torch.Tensor, decoder: bool, layer: int, own: bool):
+        query, key, value = (
+            split(given @ weights[f"{name}.{part}.weight"].T)
+            for part, given in (("q", states), ("k", memory), ("v", memory))
+        )
+        attended = torch.zeros(len(states), heads, dim, dtype=torch.float64)
+        for i in range(len(states)):
+            seen = list(range(i + 1 if own and decoder else len(memory)))
+            left, right = query[:, i : i + 1].expand(-1, len(seen), -1), key[:, seen]
+            if own and angle is not None:
+                pairs = [angle(i, j) for j in seen]
+                left, right = (
+                    rotate_rows(part, torch.tensor([pair[side] for pair in pairs], dtype=torch.float64))
+                    for side, part in enumerate((left, right))
+                )
+            scores = (left * right).sum(-1) * (scale(i) if own else 1.0)
+            if own and bias is not None:
+                scores = scores + torch.tensor(
+                    [[bias(decoder, layer, h, i, j) for j in seen] for h in range(heads)], dtype=torch.float64
+                )
+            attended[i] = (scores.softmax(-1)[..., None] * value[:, seen]).sum(1)
+        return attended.reshape(len(states), heads * dim) @ weights[f"{name}.o.weight"].T
+
+    def feed_forward(name: str, states: torch.Tensor) -> torch.Tensor:
+        if f"{name}.wi.weight" in weights:
+            inner = (states @ weights[f"{name}.wi.weight"].T).relu()
+        else:
+            inner = gelu_new(states @ weights[f"{name}.wi_0.weight"].T) * (states @ weights[f"{name}.wi_1.weight"].T)
+        return inner @ weights[f"{name}.wo.weight"].T
+
+    def stack(name: str, ids: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+        hidden = weights["shared.weight"][ids]
+        for layer in range(config.num_layers if memory is None else config.num_decoder_layers):
+            base = f"{name}.block.{layer}.layer"
+
+            def norm(sublayer: int, states: torch.Tensor, base=base) -> torch.Tensor:
+                return rms_norm(states, weights[f"{base}.{sublayer}.layer_norm.weight"], config.layer_norm_epsilon)
+
+            normed = norm(0, hidden)
+            hidden = hidden + attend(f"{base}.0.SelfAttention", normed, normed, memory is not None, layer, True)
+            if memory is not None:
+                hidden = hidden + attend(f"{base}.1.EncDecAttention", norm(1, hidden), memory, True, layer, False)
+            last = 1 if memory is None else 2
+            hidden = hidden + feed_forward(f"{base}.{last}.DenseReluDense", norm(last, hidden))
+        return rms_norm(hidden, weights[f"{name}.final_layer_norm.weight"], config.layer_norm_epsilon)
+
+    hidden = stack("decoder", target, stack("encoder", source, None))
+    if getattr(config, "scale_decoder_outputs", False):  # mT5 never does
+        hidden = hidden * config.d_model**-0.5
+    return hidden @ weights["lm_head.weight"].T
