@@ -10,6 +10,7 @@ in one pass and token by token, with dynamic and static caches and with left pad
 
 import copy
 import inspect
+import logging
 import sys
 import warnings
 from collections import Counter
@@ -51,7 +52,6 @@ OTHERS = ("nope", "alibi", "toeplitz:max_distance=20", "t5_bias", "irope:interva
           "learned:max_positions=128")  # fmt: skip
 ROTATIONS = ("nope", "alibi", "toeplitz:max_distance=20", "t5_bias", "rope", "rope+yarn:factor=4",
              "self_extend:group_size=3,window=10+rope", "sinusoidal", "learned:max_positions=128")  # fmt: skip
-SEQUENCES = ("t5", "mt5", "umt5", "switch_transformers", "longt5", "pop2piano")
 MAPS = ("self_extend:group_size=3,window=44", "self_extend:group_size=3,window=10")
 TOLERANCE = 1e-5
 # transformers before 5.24 knows the cache by another name.
@@ -335,6 +335,7 @@ def measure(model_type: str) -> Row:
         "frequency": frequency_verdict,
         "attention": attention_verdict,
         "maps": lambda model_type: attention_verdict(model_type, *MAPS),
+        "others": others_verdict,
     }
     for column, judge in judges.items():
         try:
@@ -346,18 +347,37 @@ def measure(model_type: str) -> Row:
     return row
 
 
+def measure_unrotated(model_type: str) -> tuple[str, str, str]:
+    """(type, what it has instead of a rotation, verdict) of a model without one."""
+    try:
+        native = locate(tiny.tiny_model(model_type)).native
+        assert native is not None
+        return model_type, native.title, others_verdict(model_type, ROTATIONS)
+    except hf_posenc.UnsupportedMethodError as error:
+        return model_type, "?", f"refused: {error}"
+    except Exception as error:
+        return model_type, "?", f"FAILED {type(error).__name__}: {str(error)[:200]}"
+
+
 def main(types: list[str]) -> None:
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    chosen = types or [*tiny.rotary_types(), *tiny.multimodal_types()]
-    rows = []
-    for model_type in chosen:
+    logging.getLogger("hf_posenc").setLevel(logging.ERROR)
+    rotary = [*tiny.rotary_types(), *tiny.multimodal_types()]
+    unrotated = [*tiny.other_types(), *tiny.sequence_types()]
+    rows, others = [], []
+    for model_type in types or [*rotary, *unrotated]:
+        if model_type in unrotated:
+            others.append(measure_unrotated(model_type))
+            print(" | ".join(others[-1]), flush=True)
+            continue
         row = measure(model_type)
         rows.append(row)
-        print(f"{row.model_type:24} | {row.encoding} | {row.frequency} | {row.attention} | {row.maps}", flush=True)
+        cells = (row.encoding, row.frequency, row.attention, row.maps, row.others)
+        print(f"{row.model_type:24} | " + " | ".join(cells), flush=True)
     if not types:
-        Path(__file__).parents[1].joinpath("SUPPORT.md").write_text(page(rows))
+        Path(__file__).parents[1].joinpath("SUPPORT.md").write_text(page(rows, others))
     print(*verdicts(rows).values(), sep="\n")
 
 
@@ -365,11 +385,11 @@ def verdicts(rows: list[Row]) -> dict[str, Counter]:
     """How often each kind of verdict was given, per column."""
     return {
         column: Counter(getattr(row, column).split(":")[0].split(" ")[0].rstrip(",") for row in rows)
-        for column in ("frequency", "attention", "maps")
+        for column in ("frequency", "attention", "maps", "others")
     }
 
 
-def page(rows: list[Row]) -> str:
+def page(rows: list[Row], others: list[tuple[str, str, str]]) -> str:
     """SUPPORT.md."""
     counts = verdicts(rows)
     head = f"""# What works on which model
@@ -390,18 +410,35 @@ run the script again.
 - **position maps** (self_extend, rerope, leaky_rerope, dca, string, logn): the same, under self_extend, with a short
   text all of which is near and a long one most of which is far.
 
+- **other encodings** ({", ".join(OTHERS)}):
+  "ok" means that the logits change, that one pass, pieces with a cache and a left-padded row agree (1e-4, or four
+  times what the unpatched model differs by), and that unpatch is bit-exact.
+
 {len(rows)} types: frequency methods {counts["frequency"]["ok"]} ok, {counts["frequency"]["refused"]} refused; \
 dynamic methods {counts["attention"]["ok"]} ok, {counts["attention"]["refused"]} refused; \
-position maps {counts["maps"]["ok"]} ok, {counts["maps"]["refused"]} refused.
+position maps {counts["maps"]["ok"]} ok, {counts["maps"]["refused"]} refused; \
+some or all other encodings {counts["others"]["ok"]} ok, {counts["others"]["refused"]} refused.
 
-| type | encoding | frequency methods | dynamic methods | position maps |
-|---|---|---|---|---|
+| type | encoding | frequency methods | dynamic methods | position maps | other encodings |
+|---|---|---|---|---|---|
 """
-    lines = []
-    for row in rows:
-        cells = [row.model_type, row.encoding, row.frequency, row.attention, row.maps]
-        lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
-    return head + "\n".join(lines) + "\n"
+    lines = [line(row.model_type, row.encoding, row.frequency, row.attention, row.maps, row.others) for row in rows]
+    tail = f"""
+## Models without a rotation
+
+The same for {", ".join(ROTATIONS)}
+on the types that have a causal language model, or encoder and decoder, and no rotary module in it.
+
+- **type** | **has** | **other encodings**
+"""
+    return (
+        head + "\n".join(lines) + "\n" + tail + "\n".join("- " + line(*cells).strip("| ") for cells in others) + "\n"
+    )
+
+
+def line(*cells: str) -> str:
+    """A row of a table."""
+    return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

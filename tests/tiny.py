@@ -28,6 +28,14 @@ EXTRA_CLASSES = {
     "mllama_text_model": "MllamaForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
 }
+# Encoder and decoder.
+SEQUENCE_CLASSES = {
+    "t5": "T5ForConditionalGeneration",
+    "mt5": "MT5ForConditionalGeneration",
+    "umt5": "UMT5ForConditionalGeneration",
+    "switch_transformers": "SwitchTransformersForConditionalGeneration",
+    "longt5": "LongT5ForConditionalGeneration",
+}
 # Rotary text towers without causal text-only forward: images required, bidirectional prefix, diffusion.
 NOT_TEXT = {"paligemma", "instructblip", "instructblipvideo", "diffusion_gemma", "pp_formulanet"}
 PARAMETER_LIMIT = 10_000_000
@@ -333,7 +341,8 @@ def tiny_config(model_type: str, **overrides):
 
 
 def model_class(model_type: str):
-    name = EXTRA_CLASSES.get(model_type) or CAUSAL_LM.get(model_type) or IMAGE_TEXT[model_type]
+    extra = EXTRA_CLASSES | SEQUENCE_CLASSES
+    name = extra.get(model_type) or CAUSAL_LM.get(model_type) or IMAGE_TEXT[model_type]
     composite = "text_config" in parameters(CONFIG_MAPPING[model_type])
     return getattr(transformers, IMAGE_TEXT.get(model_type, name) if composite else name)
 
@@ -415,6 +424,11 @@ def rotary_types() -> list[str]:
 def other_types() -> list[str]:
     """Causal LM types that build but own no rotary module (learned tables, biases, recurrences)."""
     return list(survey()[1])
+
+
+def sequence_types() -> list[str]:
+    """Types with an encoder and a decoder that share one kind of position."""
+    return list(SEQUENCE_CLASSES)
 
 
 def unbuildable() -> dict[str, str]:
