@@ -242,10 +242,11 @@ def install_parts(
         changed_configs[id(config)] = config
         if layer.plan.source is None:
             continue
-        if isinstance(acting, PositionMap) and len(acting.parts()) > 1 and not getattr(module, "is_causal", True):
+        both_ways = not getattr(module, "is_causal", True)
+        if both_ways and isinstance(acting, PositionMap) and acting.both_ways() is None:
             raise UnsupportedMethodError(
-                f"{method} says where earlier tokens stand, and {name} of {family.title} looks at later ones too: "
-                "take 'rope', over a frequency method or alone, or a bias."
+                f"{method} counts blocks of earlier tokens, and {name} of {family.title} looks at later ones too: "
+                "take another position map."
             )
         if isinstance(acting, LengthMethod):
             lengths.check(family, layer)

@@ -69,7 +69,9 @@ def parts_of(call: Call) -> tuple[PositionMap, list[Part]]:
     """The method, and those of its parts that a layer with a sliding window can meet."""
     method, window = call.layer.scheme.method, call.layer.plan.sliding_window
     assert isinstance(method, PositionMap)
-    return method, [part for part in method.parts() if window is None or part.nearest < window]
+    parts = method.parts() if call.causal else method.both_ways()
+    assert parts is not None
+    return method, [part for part in parts if window is None or part.nearest < window]
 
 
 def scale_of(call: Call) -> float:

@@ -179,6 +179,11 @@ def string_distance(i: int, j: int, shift: int, window: int) -> int:
     return i - j if i - j < shift else i - j - shift + window
 
 
+def both_ways(distance: Callable[..., float]) -> Callable[..., float]:
+    """The same for later keys, on the other side."""
+    return lambda i, j, *more, **named: distance(i, j, *more, **named) if j <= i else -distance(j, i, *more, **named)
+
+
 def distance_row(distance: Callable, i: int, **parameters) -> list:
     """Distances from query i to the keys 0...i.
 

@@ -22,7 +22,7 @@ ABSOLUTE = ["sinusoidal", "learned:max_positions=300"]
 METHODS = [*ABSOLUTE, "sinusoidal:base=100", "nope", *BIASES, *TURNED, *MAPS]
 CAUSAL = ["gpt2", "opt", "bert_causal"]
 FAMILIES = [*CAUSAL, "bert"]
-PAIRS = [(family, method) for family in FAMILIES for method in METHODS if family != "bert" or method not in MAPS]
+PAIRS = [(family, method) for family in FAMILIES for method in METHODS]
 OWN = [
     *[("gpt2", method) for method in [*ABSOLUTE, "nope", BIASES[1], BIASES[2], "rope", MAPS[0]]],
     *[("opt", method) for method in [*ABSOLUTE, "nope", BIASES[3], TURNED[1]]],
@@ -113,11 +113,12 @@ def expected(model, method: str, ids: torch.Tensor, trained: list[list[float]]) 
         return reference.table_model_logits(model, ids, None, angle=angle, factor=factor)
     if method in MAPS:
         if "rerope" in method:
-            angle = reference.by_distance(
-                reference.pi(16, 10000.0, 2), lambda i, j: reference.rerope_distance(i, j, 8)
-            )
+            frequencies, distance = (
+                reference.pi(16, 10000.0, 2), reference.both_ways(lambda i, j: reference.rerope_distance(i, j, 8))
+            )  # fmt: skip
         else:
-            angle = reference.by_distance(frequencies, lambda i, j: reference.self_extend_distance(i, j, 10, 3))
+            distance = reference.both_ways(lambda i, j: reference.self_extend_distance(i, j, 10, 3))
+        angle = reference.by_distance(frequencies, distance)
         return reference.table_model_logits(model, ids, None, angle=angle)
 
     causal = model.config.model_type != "bert" or model.config.is_decoder
@@ -437,7 +438,7 @@ def test_the_tokenizer_follows():
         ("gpt2", "learned:max_positions=90,keep_head=3", "true or false"),
         ("gpt2", "sinusoidal:base=1", "above 1"),
         ("gpt2", "sinusoidal+rope", "do not combine"),
-        ("bert", MAPS[0], "looks at later ones.*It can take: .*rope"),
+        ("bert", "dca:chunk_size=12,local_window=4+rope", "looks at later ones.*It can take: .*rope"),
         ("gpt2", "pi:factor=2", "rope.yarn"),
     ],
 )

@@ -37,8 +37,14 @@ TABLES = [
     "t5_bias:num_buckets=4,max_distance=12,interpolate=2",
 ]
 TURNING = ["rope", "rope+yarn:factor=4", "logn+rope", "logn+rope+yarn:factor=2"]
-METHODS = [*BIASES, *TABLES, "nope", *TURNING]
-FEW = ["alibi", "toeplitz:max_distance=9", TABLES[3], "nope", "rope", "logn+rope+yarn:factor=2"]
+MAPS = {
+    "self_extend:group_size=3,window=10+rope": lambda i, j: reference.self_extend_distance(i, j, 10, 3),
+    "rerope:window=8+rope": lambda i, j: reference.rerope_distance(i, j, 8),
+    "leaky_rerope:window=7,scale=0.3+rope": lambda i, j: reference.leaky_rerope_distance(i, j, 7, 0.3),
+    "string:shift=20,window=3+rope": lambda i, j: reference.string_distance(i, j, 20, 3),
+}
+METHODS = [*BIASES, *TABLES, "nope", *TURNING, *MAPS]
+FEW = ["alibi", "toeplitz:max_distance=9", TABLES[3], "nope", "rope", "logn+rope+yarn:factor=2", next(iter(MAPS))]
 LEARNED = ["alibi:learned_slopes=true", "toeplitz:max_distance=9"]
 PLAIN = [TABLES[0], TABLES[2]]
 SOURCE, TARGET = (torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(s)) for s in (1, 2))
@@ -159,6 +165,8 @@ def expected(plain, model, method):
         rule = {"bias": alibi_bias(plain.config.num_heads, 4.0 if "interpolate" in method else 1.0)}
     elif name == "nope":
         rule = {}
+    elif method in MAPS:
+        rule = {"angle": reference.by_distance(reference.rope(16), reference.both_ways(MAPS[method]))}
     else:
         factor = float(method.partition("factor=")[2] or 1)
         turning = reference.yarn(16, 10000.0, factor, LENGTH) if factor > 1 else reference.rope(16)
@@ -267,7 +275,7 @@ def test_only_the_encoder_looks_ahead(method):
 def test_bfloat16_is_near(method):
     model = patched(tiny(), method)
     exact = logits(model)
-    assert (logits(model.bfloat16()).float() - exact).abs().mean() < 0.08 * exact.abs().mean()
+    assert (logits(model.bfloat16()).float() - exact).abs().mean() < 0.1 * exact.abs().mean()
 
 
 @pytest.mark.parametrize("method", FEW)
@@ -582,11 +590,8 @@ def test_a_failed_patch_changes_nothing(monkeypatch):
         assert str(hf_posenc.current(model)) == TABLES[0]
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["self_extend:group_size=3,window=10+rope", "rerope:window=8+rope", "dca:chunk_size=12,local_window=4+rope"],
-)
-def test_maps_of_earlier_tokens_are_refused_since_the_encoder_looks_ahead(method):
+@pytest.mark.parametrize("method", ["dca:chunk_size=12,local_window=4+rope"])
+def test_blocks_of_earlier_tokens_are_refused_since_the_encoder_looks_ahead(method):
     model = tiny()
     before, names = logits(model), {name: set(vars(module)) for name, module in model.named_modules()}
     with pytest.raises(hf_posenc.UnsupportedMethodError, match="looks at later ones"):

@@ -1,5 +1,6 @@
 """What a position map is, its parts, and how it stands over a frequency method."""
 
+import functools
 import logging
 import math
 from abc import abstractmethod
@@ -17,6 +18,9 @@ RUNS_INSIDE = (
     "engine, take yarn."
 )
 """What a suggestion of a position map says of its cost: SmolLM2-135M on two cores, texts of 8192 tokens."""
+
+
+_ENDLESS = -(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,26 @@ class PositionMap(AttentionMethod):
     def parts(self) -> tuple[Part, ...]:
         """From near to far, every distance in exactly one."""
 
+    def both_ways(self) -> tuple[Part, ...] | None:
+        """The parts where attention sees later keys too, which stand as far behind a query as earlier ones before it;
+        None where blocks of tokens are not alike both ways."""
+        near, *farther = self.parts()
+        if near.block != 1 or any(part.block != 1 for part in farther):
+            return None
+        if not farther:
+            return (near,)
+        assert near.last is not None
+        mirrored = [
+            replace(
+                part,
+                first=_ENDLESS if part.last is None else 1 - part.last,
+                last=1 - part.first,
+                query=functools.partial(_mirrored, self, part),
+            )
+            for part in farther
+        ]
+        return replace(near, first=1 - near.last), *farther, *mirrored
+
     def held(self, positions: torch.Tensor) -> torch.Tensor:
         """The position at which the cache holds a key."""
         if not self.plain_until:
@@ -92,6 +116,11 @@ class PositionMap(AttentionMethod):
         if not self.logn:
             return None
         return ((positions.double() + 1).log() / math.log(rope.configured_length)).clamp(min=1)
+
+
+def _mirrored(method: PositionMap, part: Part, positions: torch.Tensor) -> torch.Tensor:
+    """Where queries stand for later keys of a part."""
+    return 2 * method.far(positions) - part.query(positions)
 
 
 @dataclass(frozen=True)
