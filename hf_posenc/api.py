@@ -419,7 +419,8 @@ def _replace_native(model: nn.Module, family: Family, method: Method, rope: Rope
             raise UnsupportedMethodError(f"{family.title} has no rotation to keep: leave out keep_rope.")
         top = method
     else:
-        require_rotation(family, str(method))
+        asked = method.top if isinstance(method, Stack) else method
+        require_rotation(family, str(method), isinstance(asked, FrequencyMethod | PositionMap))
     plans = [(one, family.native.plans(one)) for one in family.each()]
     family.native.silence(journal)
     for one, mine in plans:

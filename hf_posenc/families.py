@@ -223,14 +223,18 @@ def locate(model: nn.Module) -> Family:
     )
 
 
-def require_rotation(family: Family, what: str) -> None:
-    """Raises:
-    UnsupportedMethodError: the model has no rotation for ``what``.
+def require_rotation(family: Family, what: str, grounded: bool) -> None:
+    """Args:
+        grounded: whether ``what`` can stand on ``rope``
+
+    Raises:
+        UnsupportedMethodError: the model has no rotation for ``what``.
     """
     if family.native is not None:
+        advice = ": put one under it, as in 'rope+yarn:factor=4' or 'self_extend:group_size=4,window=512+rope'"
         raise UnsupportedMethodError(
-            f"{family.title} has {family.native.title} and no rotation, which {what} needs: put one under it, as in "
-            "'rope+yarn:factor=4' or 'self_extend:group_size=4,window=512+rope'."
+            f"{family.title} has {family.native.title} and no rotation of its own, which {what} needs"
+            f"{advice if grounded else ''}."
         )
 
 

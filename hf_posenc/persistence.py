@@ -194,7 +194,7 @@ def load_learned(model: nn.Module, path: str | Path, **kwargs: Any) -> None:
     names = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
     shared = {key: value for key, value in kwargs.items() if key in names}
     found: dict[str, torch.Tensor] = {}
-    for file in _weight_files(path, set(wanted), shared):
+    for file in _weight_files(path, set(wanted), kwargs.get("variant"), shared):
         with safe_open(file, framework="pt") as weights:
             found.update({name: weights.get_tensor(name) for name in weights.keys() & wanted.keys()})
     missing = sorted(wanted.keys() - found.keys())
@@ -205,15 +205,21 @@ def load_learned(model: nn.Module, path: str | Path, **kwargs: Any) -> None:
             weight.copy_(found[name])
 
 
-def _weight_files(path: str | Path, names: set[str], shared: dict[str, Any]) -> list[str]:
+def _weight_files(path: str | Path, names: set[str], variant: str | None, shared: dict[str, Any]) -> list[str]:
     """The files that hold the weights ``names``, of a folder or hub id."""
-    find = functools.partial(cached_file, str(path), _raise_exceptions_for_missing_entries=False, **shared)
+
+    def find(file: str) -> str | None:
+        stem, suffix = file.rsplit(".", 1)
+        named = f"{stem}.{variant}.{suffix}" if variant else file
+        return cached_file(str(path), named, _raise_exceptions_for_missing_entries=False, **shared)
+
     index = find(SAFE_WEIGHTS_INDEX_NAME)
     if index is None:
         whole = find(SAFE_WEIGHTS_NAME)
         return [whole] if whole else []
     places = json.loads(Path(index).read_text())["weight_map"]
-    return [find(file) for file in sorted({places[name] for name in names & places.keys()})]
+    files = sorted({places[name] for name in names & places.keys()})
+    return [file for file in (cached_file(str(path), name, **shared) for name in files) if file]
 
 
 def model_class(config: PreTrainedConfig) -> Any:

@@ -322,6 +322,13 @@ def test_saved_and_loaded(method, size, tmp_path):
         assert torch.equal(hf_posenc.restore(plain)(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("size", ["5GB", "100KB"])
+def test_saved_under_a_variant(size, tmp_path):
+    model, ids = patched(TL(), LEARNED[0]), tokens(1, 60)
+    model.save_pretrained(tmp_path, variant="mine", max_shard_size=size)
+    assert torch.equal(hf_posenc.from_pretrained(tmp_path, variant="mine")(ids).logits, model(ids).logits)
+
+
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("method", ["alibi", *LEARNED, "nope"])
 @pytest.mark.filterwarnings("ignore")
@@ -375,7 +382,7 @@ def test_they_say_once_that_they_want_training(caplog):
         ("toeplitz", "needs max_distance"), ("toeplitz:max_distance=0", "at least 1"),
         ("toeplitz:max_distance=8,init=ones", "'alibi' or 'zero'"), ("t5_bias:num_buckets=7", "even"),
         ("t5_bias:num_buckets=32,max_distance=16", "more than half"), ("rope", "rotation of its own"),
-        ("alibi+yarn:factor=2", "do not combine"), ("rope+dynamic_ntk", "do not combine"),
+        ("alibi+yarn:factor=2", "do not combine"), ("rope+dynamic_ntk", "do not combine"), ("rope+nope", "give one"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_say_what_is_right(text, match):

@@ -14,6 +14,7 @@ import torch
 from ..functional import rope_frequencies
 from ..registry import register
 from .base import AttentionMethod, FrequencyMethod, Method, Rope, Traits, require_number
+from .nope import NoPE
 from .position_map import Part, PositionMap, Raw, Stack, itself
 
 
@@ -54,6 +55,8 @@ class Grounded(AttentionMethod):
     inner: Method
 
     def __post_init__(self) -> None:
+        if isinstance(self.inner, NoPE):
+            raise ValueError("'rope' turns by position and 'nope' has none: give one.")
         top = self.inner.top if isinstance(self.inner, Stack) else self.inner
         if not isinstance(top, PositionMap) and not (isinstance(self.inner, FrequencyMethod) and self.inner.is_fixed):
             raise ValueError(
