@@ -137,6 +137,7 @@ def _put(model: nn.Module, chosen: Method, tokenizer: Any = None) -> None:
         # A scheme that only the configuration knows, after a plain load, counts as one in force.
         _forget_record(locate(model), base)
         applied = _apply(model, chosen, tokenizer, journal)
+        adapters.freeze_learned(model, applied)
         journal.set(owner, "_hf_posenc_patch", Patch(applied, journal, root))
     except BaseException as error:
         journal.revert()
@@ -203,6 +204,11 @@ def methods(model: nn.Module | None = None) -> list[str]:
     except UnsupportedMethodError:
         return []
     able: list[type[Method]] = [EmbeddingMethod, NoPE if family.native else FrequencyMethod]
+    if family.native is not None:
+        try:
+            family.native.check_use()
+        except UnsupportedMethodError:
+            return ["learned"] if embeddings.learned_table(family).requires_grad else []
     try:
         plans = [plan for one in family.each() for plan in (one.native.plans(one) if one.native else twin.plan(one))]
         for module in model.modules():
@@ -310,9 +316,12 @@ def _load_adapter(path: str | Path, **kwargs: Any) -> Any:
     if entry is None:
         base = from_pretrained(base_path, **kwargs)
     else:
-        base, _ = persistence.load_base(base_path, **kwargs)
+        base, saved = persistence.load_base(base_path, **kwargs)
         persistence.check_base(entry, persistence.without_scheme(base.config), path)
         _put_back(base, entry["method"], copy.deepcopy(base.config))
+        of_base = persistence.recorded(saved)
+        if of_base is not None and of_base["method"] == entry["method"]:
+            persistence.load_learned(base, base_path, **kwargs)
     return PeftModel.from_pretrained(base, path, config=config, **settings)
 
 

@@ -93,14 +93,14 @@ class Learned(Native):
         Raises:
             UnsupportedMethodError: the model asks its table for more than vectors to add.
         """
-        self._check_use()
+        self.check_use()
         journal.swap(self.parent, self.name, kind(self.table))
         owner = self.owners[0]
         types = [buffer for name, buffer in owner.named_buffers() if name.rpartition(".")[2] == "token_type_ids"]
         if types and not any(buffer.any() for buffer in types if not buffer.is_meta):
             journal.before_forward(owner, say_types)
 
-    def _check_use(self) -> None:
+    def check_use(self) -> None:
         owner = self.owners[0]
         config = copy.copy(owner.config)
         config.max_position_embeddings = self.configured
@@ -209,12 +209,14 @@ class Embedded:
         width: of the vectors
         in_table: whether they go where a table was, or are added to the token embeddings
         parameters: names of the positional parameters of the model's forward
+        journal: of the patch
     """
 
     method: EmbeddingMethod | None
     width: int
     in_table: bool
     parameters: list[str]
+    journal: Journal
 
 
 def put(family: Family, method: EmbeddingMethod, journal: Journal) -> bool:
@@ -229,11 +231,14 @@ def put(family: Family, method: EmbeddingMethod, journal: Journal) -> bool:
             raise UnsupportedMethodError(
                 f"max_positions={method.max_positions} is below the {native.trained_length} positions of its table."
             )
+        if not native.table.get_parameter("weight").requires_grad:
+            # Fixed rows may be sines that a model turns by, and not vectors that it adds.
+            native.check_use()
         # Where rows before the first position are skipped by the table itself, positions are told from 0 on.
         from_zero = native.head == 0 or type(native.table).forward is not nn.Embedding.forward
         native.resize(method, journal)
         if from_zero and "position_ids" in _parameters(family.owner):
-            _tell(family.owner, Embedded(None, 0, True, _parameters(family.owner)), journal)
+            _tell(family.owner, Embedded(None, 0, True, _parameters(family.owner), journal), journal)
         return True
     if isinstance(native, Learned):
         native.replace(Told, journal)
@@ -242,12 +247,10 @@ def put(family: Family, method: EmbeddingMethod, journal: Journal) -> bool:
     for one in family.each():
         tokens = one.owner.get_input_embeddings()
         weight = native.table.get_parameter("weight") if isinstance(native, Learned) else core_of(tokens).weight
-        scheme = Embedded(method, weight.shape[1], isinstance(native, Learned), _parameters(one.owner))
+        scheme = Embedded(method, weight.shape[1], isinstance(native, Learned), _parameters(one.owner), journal)
         learned = method.learned(scheme.width)
         if learned is not None:
             journal.add(one.owner, "posenc", learned.to(weight))
-        if not scheme.in_table:
-            journal.after_forward(tokens, add_vectors)
         _tell(one.owner, scheme, journal)
     return False
 
@@ -259,6 +262,7 @@ def _parameters(owner: nn.Module) -> list[str]:
 def _tell(owner: nn.Module, scheme: Embedded, journal: Journal) -> None:
     journal.set(owner, "_hf_posenc_embedded", scheme)
     journal.before_forward(owner, before_forward)
+    journal.after_forward(owner, forget_vectors, always=True)
 
 
 def before_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -271,10 +275,24 @@ def before_forward(owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     vectors = scheme.method.vectors(found.queries.amax(0), scheme.width, getattr(owner, "posenc", None))
     given = named.get("inputs_embeds")
     if given is None or scheme.in_table:
+        if not scheme.in_table:
+            _attach(owner, scheme)
         _now.vectors = vectors
     else:
         named["inputs_embeds"] = given + vectors.to(given.dtype)
     return (), named
+
+
+def _attach(owner: PreTrainedModel, scheme: Embedded) -> None:
+    """Let the token embeddings add vectors: those of now, since resizing puts others in their place."""
+    tokens = owner.get_input_embeddings()
+    if add_vectors not in tokens._forward_hooks.values():
+        scheme.journal.after_forward(tokens, add_vectors)
+
+
+def forget_vectors(owner: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    """Hook: nothing is left for a later call."""
+    _now.take()
 
 
 def add_vectors(tokens: nn.Module, args: tuple, kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:

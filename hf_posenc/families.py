@@ -135,6 +135,11 @@ class Native(ABC):
     def silence(self, journal: Journal) -> None:
         """Take it away, so that tokens carry no position."""
 
+    def check_use(self) -> None:  # noqa: B027 (most can be taken away)
+        """Raises:
+        UnsupportedMethodError: it cannot be taken away, since the model does more with it.
+        """
+
     def knows(self, method: Method) -> bool:
         """Whether the model was trained with positions of this kind, and carries ``method`` out itself."""
         return False

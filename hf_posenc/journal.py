@@ -150,9 +150,13 @@ class Journal:
         """Call a module-level ``function(module, args, kwargs)`` ahead of all other forward pre-hooks."""
         self._do(_Hook(owner, "register_forward_pre_hook", function, {"prepend": True, "with_kwargs": True}))
 
-    def after_forward(self, owner: nn.Module, function: Callable) -> None:
-        """Call a module-level ``function(module, args, kwargs, output)`` behind all other forward hooks."""
-        self._do(_Hook(owner, "register_forward_hook", function, {"with_kwargs": True}))
+    def after_forward(self, owner: nn.Module, function: Callable, always: bool = False) -> None:
+        """Call a module-level ``function(module, args, kwargs, output)`` behind all other forward hooks.
+
+        Args:
+            always: after a forward that failed, too
+        """
+        self._do(_Hook(owner, "register_forward_hook", function, {"with_kwargs": True, "always_call": always}))
 
     def before_state_dict(self, owner: nn.Module, function: Callable) -> None:
         """Call a module-level ``function(module, prefix, keep_vars)`` whenever the state dict is taken."""

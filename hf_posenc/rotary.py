@@ -303,7 +303,7 @@ def _holds(rotary: nn.Module, slot: Slot, frequencies: torch.Tensor, factor: flo
 
 
 def _obeys(rotary: nn.Module, slot: Slot, frequencies: torch.Tensor, factor: float) -> bool:
-    """Whether a rotary module answers with the cosines of ``frequencies`` at position 1."""
+    """Whether a rotary module answers with the cosines of ``frequencies`` at position 1, and nothing else."""
     device = getattr(rotary, slot.buffer).device
     if device.type == "meta":
         return True
@@ -319,8 +319,9 @@ def _obeys(rotary: nn.Module, slot: Slot, frequencies: torch.Tensor, factor: flo
         return False
     parts = [answer.real] if isinstance(answer, torch.Tensor) else list(answer)
     expected = (frequencies.cos() * factor).float()
-    distances = [(part.flatten().float().cpu()[:, None] - expected).abs().amin(0).max() for part in parts]
-    return bool(min(distances) < 1e-4)
+    distances = [(part.flatten().float().cpu()[:, None] - expected).abs() for part in parts]
+    # Every cosine that is expected is there, and no other.
+    return any(bool(one.amin(0).max() < 1e-4 and one.amin(1).max() < 1e-4) for one in distances)
 
 
 def _install(site: Site, fresh: nn.Module, method: Method | None, journal: Journal) -> None:

@@ -565,3 +565,40 @@ def test_an_adapter_over_a_base_saved_with_a_stretched_table(tmp_path):
     again = hf_posenc.from_pretrained(tmp_path / "adapter")
     assert_close(logits(again), logits(model), atol=1e-5, rtol=0)
     assert str(hf_posenc.current(again)) == "learned:max_positions=150"
+
+
+@pytest.mark.parametrize("method", ["sinusoidal", "learned:max_positions=128"])
+def test_token_embeddings_may_be_replaced(method):
+    """Resizing puts another module in their place."""
+    model, ids = hf_posenc.patch(tiny.TL(), method), IDS[:, :60]
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "posenc" in name:
+                weight.normal_(generator=torch.Generator().manual_seed(0))
+        expected = model(ids).logits
+        old = model.get_input_embeddings()
+        model.set_input_embeddings(torch.nn.Embedding.from_pretrained(old.weight.clone()))
+        assert torch.equal(model(ids).logits, expected)
+        replaced = model.get_input_embeddings()
+        hf_posenc.unpatch(model)
+        assert not replaced._forward_hooks and not old._forward_hooks
+        assert torch.equal(model(ids).logits, tiny.TL()(ids).logits)
+
+
+def test_a_forward_that_fails_leaves_no_vectors_behind():
+    model = hf_posenc.patch(tiny.TL(), "sinusoidal")
+    model(IDS[:, :10])  # the embeddings add from now on
+    plain = model.get_input_embeddings()(IDS[:, :10])
+    with pytest.raises(IndexError):
+        model(IDS[:, :10] + 1000)
+    assert torch.equal(model.get_input_embeddings()(IDS[:, :10]), plain)
+
+
+@pytest.mark.parametrize(("family", "able"), [("roformer", []), ("prophetnet", ["learned"])])
+def test_a_table_that_does_more_is_left_where_it_is(family, able):
+    model = tiny.tiny_model(family)
+    assert hf_posenc.methods(model) == able
+    for method in ("nope", "sinusoidal", "learned:max_positions=128"):
+        if method.partition(":")[0] not in able:
+            with pytest.raises(hf_posenc.UnsupportedMethodError, match="does more with its table"):
+                hf_posenc.patch(model, method)

@@ -359,6 +359,33 @@ def test_adapters_bring_what_was_learned(method, patch_first, tmp_path):
     assert_close(hf_posenc.from_pretrained(tmp_path / "merged")(ids).logits, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_over_a_base_that_learned(tmp_path):
+    peft = pytest.importorskip("peft")
+    ids = tokens(1, 60)
+    patched(TL(), LEARNED[1]).save_pretrained(tmp_path / "base")
+    base = hf_posenc.from_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    assert_close(hf_posenc.from_pretrained(tmp_path / "adapter")(ids).logits, model(ids).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_no_adapter_would_save_does_not_train(tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    TL().save_pretrained(tmp_path / "base")
+    wrapped = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    hf_posenc.patch(wrapped, LEARNED[1])
+    assert "stays as it starts" in caplog.text
+    assert not any(weight.requires_grad for name, weight in wrapped.named_parameters() if "posenc" in name)
+    early = peft.get_peft_model(TL(), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["posenc"]))
+    with pytest.raises(hf_posenc.UnsupportedMethodError, match="patch the model first"):
+        hf_posenc.patch(early, LEARNED[1])
+    assert hf_posenc.current(early) is None
+
+
 @pytest.mark.parametrize("method", ["alibi", "nope", LEARNED[0]])
 def test_compiled_equals_eager(method):
     model, ids = patched(TL(), method), tokens(1, 40)
@@ -380,7 +407,7 @@ def test_they_say_once_that_they_want_training(caplog):
     [
         ("alibi:interpolate=0.5", "at least 1"), ("alibi:keep_rope=3", "true or false"),
         ("toeplitz", "needs max_distance"), ("toeplitz:max_distance=0", "at least 1"),
-        ("toeplitz:max_distance=8,init=ones", "'alibi' or 'zero'"), ("t5_bias:num_buckets=7", "even"),
+        ("toeplitz:max_distance=8,init=ones", "'alibi' or 'zero'"), ("t5_bias:num_buckets=7", "has to be even"),
         ("t5_bias:num_buckets=32,max_distance=16", "more than half"), ("rope", "rotation of its own"),
         ("alibi+yarn:factor=2", "do not combine"), ("rope+dynamic_ntk", "do not combine"), ("rope+nope", "give one"),
     ],

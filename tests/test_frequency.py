@@ -419,8 +419,8 @@ def test_gemma3_untruncated(tmp_path):
     expected = reference.yarn(16, 1e6, 4, LENGTH, truncate=False)
     assert inv_freq(model, "full_attention_inv_freq").tolist() == pytest.approx(expected, rel=1e-6)
     model.save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match=r"hf_posenc\.restore"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)(IDS)
+    with pytest.raises(ValueError, match="hf_posenc"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(hf_posenc.from_pretrained(tmp_path)(IDS).logits, model(IDS).logits)
 
 
@@ -626,6 +626,13 @@ def test_a_family_that_refuses_other_types_gets_our_tables(tmp_path):
     assert rotary.inv_freq.tolist() == pytest.approx(reference.yarn(16, 1e4, 4, LENGTH), rel=1e-6)
     assert rotary.attention_scaling == pytest.approx(1.1386294)
     model.save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match=r"hf_posenc\.restore"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)(IDS)
+    with pytest.raises(ValueError, match="hf_posenc"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(hf_posenc.from_pretrained(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+def test_a_rotation_that_is_computed_anew_at_every_forward_cannot_be_taken_away():
+    """PhiMoE's module answers with the frequencies of its configuration, whatever it holds."""
+    for method in ("nope", "alibi", "sinusoidal", "yarn:factor=4"):
+        with pytest.raises(hf_posenc.UnsupportedMethodError):
+            hf_posenc.patch(tiny_model("phimoe"), method)

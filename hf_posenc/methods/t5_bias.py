@@ -38,8 +38,8 @@ class T5Bias(BiasMethod):
         require_number(self, "interpolate", at_least=1)
         if self.num_buckets % 2 or self.max_distance <= self.num_buckets // 2:
             raise ValueError(
-                f"num_buckets={self.num_buckets} of 't5_bias' is even, and max_distance={self.max_distance} is more "
-                "than half of it."
+                "num_buckets of 't5_bias' has to be even, and max_distance more than half of it; got "
+                f"{self.num_buckets} and {self.max_distance}."
             )
 
     def bias(self, distance: torch.Tensor, heads: int, causal: bool, learned: Any) -> torch.Tensor:
