@@ -10,7 +10,8 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 OLDEST = 5.15.0
 NEWEST = 5.24.0
-CORE_TESTS = tests/test_reference.py tests/test_frequency.py tests/test_dynamic.py tests/test_contracts.py tests/test_position_maps.py
+CORE_TESTS = tests/test_reference.py tests/test_frequency.py tests/test_dynamic.py tests/test_contracts.py tests/test_position_maps.py \
+	tests/test_biases.py tests/test_layers.py tests/test_rotations.py tests/test_absolute.py tests/test_bloom.py tests/test_t5.py
 
 .PHONY: demo test check bench smoke wheels
 .DELETE_ON_ERROR:
