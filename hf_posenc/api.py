@@ -18,6 +18,7 @@ from . import (  # some register kinds of models
     embeddings,
     layerwise,
     persistence,
+    positions,
     stacked,
     t5,  # noqa: F401
     twin,
@@ -353,6 +354,10 @@ def _apply(model: nn.Module, method: Method, tokenizer: Any, journal: Journal) -
         twin.align_settings(locate(model), before, journal)
     else:
         native = _replace_native(model, family, method, rope, journal)
+    if not native and text_config_of(family.root.config) is not family.root.config:
+        journal.set(family.root, "_hf_posenc_one_axis", "mrope_section" not in str(rope.parameters))
+        journal.before_forward(family.root, positions.note_mask)
+        journal.after_forward(family.root, positions.forget_mask, always=True)
     persistence.record(model, family, method, original, native, journal)
     logger.info(
         "%s: %s in place of %s%s, context %s -> %s tokens.", family.title, method,

@@ -4,6 +4,8 @@ Positions of cached keys are kept on the cache object and cut to its length firs
 either side stay exact. They move with its rows.
 """
 
+import inspect
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +97,8 @@ def read(arguments: dict[str, Any], holder: str = "") -> Positions | None:
     if cache is not None and getattr(cache, "_hf_posenc_holder", "") != holder:
         _refuse_if_filled(past, holder)
     mask = arguments.get("attention_mask")
+    if not (isinstance(mask, torch.Tensor) and mask.dim() == 2) and _outer.mask is not None:
+        mask = _outer.mask
     if arguments.get("position_ids") is None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         arguments["position_ids"] = _counted(mask, past, tokens.shape[1])
     new = _new_positions(arguments.get("position_ids"), tokens, past)
@@ -104,6 +108,35 @@ def read(arguments: dict[str, Any], holder: str = "") -> Positions | None:
     if cache is not None:
         positions.remember(cache, holder)
     return positions
+
+
+class _Outer(threading.local):
+    """The 2-D mask that a model around the text decoder was given: models of images and text hand down others."""
+
+    mask: torch.Tensor | None = None
+
+
+_outer = _Outer()
+
+
+def note_mask(root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Pre-hook of a model around the text decoder, which may count positions without regard to padding itself."""
+    parameters = inspect.signature(root.forward).parameters
+    named = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    mask = named.get("attention_mask")
+    _outer.mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    tokens = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
+    one_axis = vars(root)["_hf_posenc_one_axis"] and "position_ids" in parameters
+    if one_axis and tokens is not None and _outer.mask is not None and named.get("position_ids") is None:
+        cache = compat.given_cache(named)
+        past = cache.get_seq_length() if cache is not None else 0
+        named["position_ids"] = _counted(_outer.mask, past, tokens.shape[1])
+    return (), named
+
+
+def forget_mask(root: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    """Hook of the same, also after a forward that failed."""
+    _outer.mask = None
 
 
 def _counted(mask: torch.Tensor, past: int | torch.Tensor, length: int) -> torch.Tensor:

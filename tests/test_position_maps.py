@@ -541,6 +541,22 @@ def test_positions_of_any_kind():
             assert_close(model(ids, position_ids=places - 40).logits, expected, atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "exaone4_5", "qwen2_vl"])
+@pytest.mark.parametrize("method", [FAR, "sinusoidal"])
+def test_models_of_images_and_text_are_told_of_padding(method, family):
+    """They hand other masks down to the text decoder, or count positions from the start of the row."""
+    model = hf_posenc.patch(tiny_model(family), method)
+    rows = [tokens(1, 42)[0], tokens(1, 50, 5)[0]]
+    ids, mask = padded(rows, "left")
+    together = model(ids, attention_mask=mask).logits
+    first = model(ids[:, :45], attention_mask=mask[:, :45], use_cache=True)
+    last = model(ids[:, 45:], attention_mask=mask, use_cache=True, **{CACHE: first[CACHE]}).logits
+    for index, row in enumerate(rows):
+        expected = model(row[None]).logits[0]
+        assert_close(together[index, mask[index].bool()], expected, atol=2e-4, rtol=0)
+        assert_close(last[index], expected[-5:], atol=2e-4, rtol=0)
+
+
 def mapped(query, key, value, mask=None):
     """The operator of compiled models, on positions in a row."""
     places = torch.arange(key.shape[2])[None, None]
