@@ -8,7 +8,6 @@ An answer counts if the first digits that the model *generates* are the number, 
 The idea is from landmark attention (arXiv 2305.16300); prompt and scoring are ours, sizes and depths are exact.
 """
 
-import math
 import random
 import re
 import time
@@ -174,14 +173,6 @@ def is_correct(answer: str, key: str) -> bool:
     """Whether the first run of digits in an answer is the key."""
     found = re.search(r"\d+", answer)
     return found is not None and found[0] == key
-
-
-def wilson(correct: int, count: int) -> tuple[float, float]:
-    """95 % interval of a proportion (Wilson 1927), which stays honest at 0 and at 100 %."""
-    z = 1.959964
-    centre = (correct + z * z / 2) / (count + z * z)
-    half = z / (count + z * z) * math.sqrt(correct * (count - correct) / count + z * z / 4)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _most(size: Callable[[int], int], room: int) -> int:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from eval.__main__ import app
-from eval.passkey import DEPTHS, answer_tokens, build, is_correct, passkey, wilson
+from eval.passkey import DEPTHS, answer_tokens, build, is_correct, passkey
 
 
 def characters():
@@ -169,9 +169,3 @@ def test_is_correct(answer, correct):
 def test_no_trials():
     result = CliRunner().invoke(app, ["passkey", "--trials", "0"])
     assert result.exit_code == 2 and "--trials" in result.output
-
-
-def test_wilson_interval():
-    assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
-    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
-    assert wilson(10, 20) == pytest.approx((0.2993, 0.7007), abs=1e-4)

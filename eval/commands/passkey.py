@@ -9,8 +9,9 @@ import typer
 
 from eval import models, report
 from eval.commands import Device, DType, Lengths, ModelName, PosEncs, Root, cells, console, identity, progress
-from eval.passkey import passkey, wilson
+from eval.passkey import passkey
 from eval.results import Results
+from eval.scores import effective_lengths, wilson
 
 
 def command(
@@ -66,7 +67,8 @@ def run(
                         results.add({"posenc": name, **asdict(answer)})
                         bar.advance(task)
     found = scores_of(results, depths, trials)
-    results.write("scores.json", {"trained_length": trained, "scores": found})
+    effective = {posenc: effective_lengths(by_length) for posenc, by_length in _by_posenc(found).items()}
+    results.write("scores.json", {"trained_length": trained, "scores": found, "effective_length": effective})
     _show(results, [s for s in found if s["posenc"] in names and s["length"] in lengths], trained, trials)
     return results
 
@@ -81,18 +83,28 @@ def scores_of(results: Results, depths: Sequence[float], trials: int) -> list[di
         samples = results.select(posenc=posenc, length=length)
         if len(samples) < len(depths) * trials:
             continue
-        correct = sum(sample["correct"] for sample in samples)
-        by_depth = [[sample["correct"] for sample in samples if sample["depth"] == depth] for depth in depths]
+        by_depth = [[sample for sample in samples if sample["depth"] == depth] for depth in depths]
         scores.append({
-            "posenc": posenc, "length": length, "accuracy": 100 * correct / len(samples), "correct": correct,
-            "prompts": len(samples), "interval": [round(100 * end, 1) for end in wilson(correct, len(samples))],
-            "by_depth": [
-                {"depth": depth, "accuracy": 100 * sum(cell) / len(cell), "prompts": len(cell)}
-                for depth, cell in zip(depths, by_depth, strict=True)
-            ],
+            "posenc": posenc, "length": length, **_rate(samples),
+            "by_depth": [{"depth": depth, **_rate(cell)} for depth, cell in zip(depths, by_depth, strict=True)],
             "seconds": round(sum(sample["seconds"] for sample in samples), 1),
         })  # fmt: skip
     return scores
+
+
+def _rate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Accuracy and its 95 % interval, in percent."""
+    correct, count = sum(sample["correct"] for sample in samples), len(samples)
+    interval = [round(100 * end, 1) for end in wilson(correct, count)]
+    return {"accuracy": 100 * correct / count, "correct": correct, "prompts": count, "interval": interval}
+
+
+def _by_posenc(scores: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Accuracies by length of every encoding."""
+    found: dict[str, dict[int, float]] = {}
+    for score in scores:
+        found.setdefault(score["posenc"], {})[score["length"]] = score["accuracy"]
+    return found
 
 
 def _is_missing(results: Results, posenc: str, length: int, depth: float, trial: int) -> bool:
@@ -101,14 +113,16 @@ def _is_missing(results: Results, posenc: str, length: int, depth: float, trial:
 
 def _show(results: Results, scores: list[dict[str, Any]], trained: int | None, trials: int) -> None:
     for found in scores:
-        found["text"] = f"{found['accuracy']:.0f}% ({found['correct']}/{found['prompts']})"
+        low, high = found["interval"]
+        found["text"] = f"{found['accuracy']:.0f}% ({found['correct']}/{found['prompts']}, {low:.0f}-{high:.0f})"
     depths = results.config["depths"]
-    title = f"Passkey, {len(depths)} depths, {trials} prompts each, per length"
+    title = f"Passkey, {len(depths)} depths, {trials} prompts each, per length, with 95% intervals"
     console.print(report.length_table(title, scores, "accuracy", trained, "higher", mean=True))
-    maps = {}
-    lengths = sorted({found["length"] for found in scores})
+    maps, lengths = {}, sorted({found["length"] for found in scores})
     for name in dict.fromkeys(found["posenc"] for found in scores):
         columns = [next(f for f in scores if f["posenc"] == name and f["length"] == length) for length in lengths]
-        maps[name] = [[column["by_depth"][row]["accuracy"] for column in columns] for row in range(len(depths))]
+        maps[name] = [[column["by_depth"][row] for column in columns] for row in range(len(depths))]
+    effective = {posenc: effective_lengths(by_length) for posenc, by_length in _by_posenc(scores).items()}
+    console.print(report.effective_table("Longest of these lengths that is still good, by rule", effective))
     report.plot_maps(results.folder / "plot.png", maps, lengths, depths, trained)
     console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True)
