@@ -224,6 +224,8 @@ def test_passkey_command_counts_every_cell(folder, tmp_path):
     assert content["effective_length"] == {"none": rules, "yarn:factor=8": rules}
     for score in content["scores"]:
         assert score["interval"] == [15.0, 85.0]
+        log_probs = [s["log_probs"] for s in samples if s["posenc"] == score["posenc"]]
+        assert score["log_prob"] == pytest.approx(sum(map(sum, log_probs)) / 20, rel=1e-6) and score["log_prob"] < 0
         assert [cell["interval"] for cell in score["by_depth"]] == [[34.2, 100.0], [0.0, 65.8]]
         assert (score["prompts"], score["correct"], score["accuracy"]) == (4, 2, 50.0)
         assert [(cell["accuracy"], cell["prompts"]) for cell in score["by_depth"]] == [(100.0, 2), (0.0, 2)]

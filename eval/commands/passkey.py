@@ -24,6 +24,9 @@ def command(
     trials: Annotated[int, typer.Option(help="Prompts per length and depth.", min=1)] = 4,
     digits: Annotated[int, typer.Option(help="Of the key.")] = 5,
     seed: int = 0,
+    share: Annotated[
+        bool, typer.Option(help="Read what prompts of one length have in common once: half the time, twice the cache.")
+    ] = True,
     dtype: DType = "bfloat16",
     device: Device = "auto",
     results: Root = "results",
@@ -34,7 +37,7 @@ def command(
     """
     loaded, tokenizer = models.load(model, dtype, device)
     run(loaded, tokenizer, model, posenc, models.numbers(lengths), models.numbers(depths, float), trials=trials,
-        digits=digits, seed=seed, root=results)  # fmt: skip
+        digits=digits, seed=seed, share=share, root=results)  # fmt: skip
 
 
 def run(
@@ -48,22 +51,32 @@ def run(
     trials: int = 4,
     digits: int = 5,
     seed: int = 0,
+    share: bool = True,
     root: str = "results",
 ) -> Results:
-    """Passkey retrieval under several encodings; every cell of length and depth gets `trials` prompts."""
+    """Passkey retrieval under several encodings; every cell of length and depth gets `trials` prompts.
+
+    Args:
+        share: reads the common start of prompts once, under encodings for which that makes no difference.
+    """
     names, trained = models.full_names(model, posencs), models.trained_length(model)
     grid = {"depths": list(depths), "trials": trials, "digits": digits, "seed": seed}
-    parameters = {**identity(model, model_name, tokenizer), **grid}
+    parameters = {**identity(model, model_name, tokenizer), **grid, "share": share}
     shown, key = ("model", "digits", "seed", "dtype"), ("posenc", "length", "depth", "trial")
     results = Results(root, "passkey", parameters, shown, key)
     with progress() as bar:
         for name in names:
             with models.applied(model, name):
+                sharing = share and models.reads_in_pieces(model)
+                if share and not sharing:
+                    console.print(f"{name} answers otherwise when it reads in pieces: every prompt is read for itself")
                 for length in lengths:
                     done = len(results.select(posenc=name, length=length))
                     task = bar.add_task(f"{name} at {length:,}", total=len(depths) * trials, completed=done)
                     wanted = functools.partial(_is_missing, results, name)
-                    for answer in passkey(model, tokenizer, [length], wanted=wanted, **grid):
+                    for answer in passkey(
+                        model, tokenizer, [length], log_probs=True, share=sharing, wanted=wanted, **grid
+                    ):
                         results.add({"posenc": name, **asdict(answer)})
                         bar.advance(task)
     found = scores_of(results, depths, trials)
@@ -93,10 +106,14 @@ def scores_of(results: Results, depths: Sequence[float], trials: int) -> list[di
 
 
 def _rate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Accuracy and its 95 % interval, in percent."""
+    """Accuracy and its 95 % interval, in percent, and the mean log-probability of the keys' digits in nats."""
     correct, count = sum(sample["correct"] for sample in samples), len(samples)
     interval = [round(100 * end, 1) for end in wilson(correct, count)]
-    return {"accuracy": 100 * correct / count, "correct": correct, "prompts": count, "interval": interval}
+    log_prob = sum(sum(sample["log_probs"]) / len(sample["log_probs"]) for sample in samples) / count
+    return {
+        "accuracy": 100 * correct / count, "correct": correct, "prompts": count, "interval": interval,
+        "log_prob": log_prob,
+    }  # fmt: skip
 
 
 def _by_posenc(scores: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
@@ -118,6 +135,9 @@ def _show(results: Results, scores: list[dict[str, Any]], trained: int | None, t
     depths = results.config["depths"]
     title = f"Passkey, {len(depths)} depths, {trials} prompts each, per length, with 95% intervals"
     console.print(report.length_table(title, scores, "accuracy", trained, "higher", mean=True))
+    losses = [{**found, "loss": -found["log_prob"], "text": f"{-found['log_prob']:.2f}"} for found in scores]
+    title = "Loss of the key as the answer, nats per token with digits"
+    console.print(report.length_table(title, losses, "loss", trained, "lower"))
     maps, lengths = {}, sorted({found["length"] for found in scores})
     for name in dict.fromkeys(found["posenc"] for found in scores):
         columns = [next(f for f in scores if f["posenc"] == name and f["length"] == length) for length in lengths]
