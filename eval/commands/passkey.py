@@ -136,7 +136,7 @@ def _show(results: Results, scores: list[dict[str, Any]], trained: int | None, t
     title = f"Passkey, {len(depths)} depths, {trials} prompts each, per length, with 95% intervals"
     console.print(report.length_table(title, scores, "accuracy", trained, "higher", mean=True))
     losses = [{**found, "loss": -found["log_prob"], "text": f"{-found['log_prob']:.2f}"} for found in scores]
-    title = "Loss of the key as the answer, nats per token with digits"
+    title = "Loss of the key, nats per token"
     console.print(report.length_table(title, losses, "loss", trained, "lower"))
     maps, lengths = {}, sorted({found["length"] for found in scores})
     for name in dict.fromkeys(found["posenc"] for found in scores):
