@@ -99,7 +99,7 @@ def passkey(
         lengths: tokens of prompt and answer together.
         depths: where the key stands among the sentences: 0 before the first, 1 after the last.
         trials: prompts per length and depth.
-        log_probs: also scores the right answer, token by token, from the cache that the model answers from.
+        log_probs: also scores the right answer, token by token, on a copy of the cache that the model answers from.
         share: prompts of one length, in the order of their depths, read what they have in common once, for the memory
             of one more cache. Five depths cost 1/1.8 of all tokens with 4 trials, 1/1.96 with 20, more with fewer.
             Only where `models.reads_in_pieces`.

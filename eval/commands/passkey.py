@@ -25,7 +25,7 @@ def command(
     digits: Annotated[int, typer.Option(help="Of the key.")] = 5,
     seed: int = 0,
     share: Annotated[
-        bool, typer.Option(help="Read what prompts of one length have in common once: half the time, twice the cache.")
+        bool, typer.Option(help="Read the common start of prompts once: about half the tokens, one more cache.")
     ] = True,
     dtype: DType = "bfloat16",
     device: Device = "auto",
