@@ -18,14 +18,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
-from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import data, models, report
 from eval.commands import Device, ModelName, PosEncs, Root, console, identity, progress, sha256
 from eval.commands.perplexity import bands
 from eval.likelihood import token_losses
-from eval.passkey import KEY, QUESTION, Prompt, answer_tokens, ask
+from eval.passkey import KEY, QUESTION, Prompt, answer_tokens, ask, new_cache
 from eval.perplexity import Perplexity, Score, Window
 from eval.results import Results
 
@@ -94,7 +93,7 @@ def hide(tokenizer: Any, text: str, length: int, depth: float = DEPTH, seed: int
         raise ValueError(f"length {length} is too short for the note and the question: give a longer --length")
     if len(ids) < read:
         raise ValueError(f"the text has {len(ids)} tokens, {read} are needed: give a longer --text or less --length")
-    return Prompt(length, depth, 0, key, len(before), ids[:read] + question), read
+    return Prompt(length, depth, 0, key, len(before), ids[:read] + question, []), read
 
 
 def read_and_answer(
@@ -106,7 +105,7 @@ def read_and_answer(
         after_layer: called after every layer of that pass.
     """
     began = time.perf_counter()
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = new_cache(model)
     hooks = [layer.register_forward_hook(lambda *_: after_layer()) for layer in _layers(model)]
     try:
         losses = token_losses(model, torch.tensor([prompt.ids[:read]]), cache=cache)[0]

@@ -6,7 +6,7 @@ Gemma 2, scales in Cohere and Granite, multipliers in Falcon-H1) are the model's
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,6 +70,24 @@ def token_losses(
             stop = min(start + chunk, length - 1)
             losses.append(_losses(logits_at(start, stop), targets[:, start - first + 1 : stop - first + 1]))
     return torch.cat(losses, dim=1)
+
+
+@torch.no_grad()
+def read_on(model: nn.Module, ids: Sequence[int], cache: Cache, keep: int = 1) -> torch.Tensor:
+    """Reads tokens on top of a cache, which then holds them too.
+
+    Args:
+        keep: how many of the tokens, from the last, have their logits computed.
+
+    Returns:
+        logits `(keep, vocabulary)`, each row for what follows that token.
+    """
+    model = _without_wrapper(model)
+    row = torch.tensor([list(ids)], device=next(model.parameters()).device)
+    inputs = {"attention_mask": row.new_ones(1, cache.get_seq_length() + len(ids)), "use_cache": True, CACHE: cache}
+    if _takes(model, "logits_to_keep"):
+        inputs["logits_to_keep"] = keep
+    return model(input_ids=row, **inputs).logits[0, -keep:]
 
 
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:

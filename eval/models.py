@@ -86,6 +86,16 @@ def trained_length(model: nn.Module) -> int | None:
     return scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings")
 
 
+def reads_in_pieces(model: nn.Module) -> bool:
+    """Whether a text may be read in pieces through the cache, with the result of one pass over all of it.
+
+    Not with transformers' own `dynamic` and `longrope`, which turn each piece by the length reached so far.
+    """
+    scaling = model.config.get_text_config(decoder=True).to_dict().get("rope_parameters") or {}
+    entries = [scaling, *(entry for entry in scaling.values() if isinstance(entry, dict))]
+    return not any(entry.get("rope_type") in ("dynamic", "longrope") for entry in entries)
+
+
 def fingerprint(model: nn.Module) -> str:
     """Short hash of configuration and weights (a sample of each tensor), so that results of two models never mix."""
     with applied(model, NONE):

@@ -40,6 +40,16 @@ def length_table(
     return table
 
 
+def effective_table(title: str, lengths: dict[str, dict[str, int | None]]) -> Table:
+    """One row per encoding, one column per rule; a dash where no length is good."""
+    table = _table(title)
+    for rule in next(iter(lengths.values()), {}):
+        table.add_column(rule, justify="right")
+    for posenc, by_rule in lengths.items():
+        table.add_row(posenc, *("-" if length is None else f"{length:,}" for length in by_rule.values()))
+    return table
+
+
 def band_table(title: str, curves: Curves, trained: int | None, columns: int | None = None) -> Table:
     """Mean loss per band of positions, one row per encoding; green where it is below the first row's, red above.
 
@@ -88,24 +98,34 @@ def plot_lengths(path: Path, scores: Scores, value: str, trained: int | None) ->
     _plot_lines(path, lines, ("context length, tokens", value), trained)
 
 
-def plot_maps(path: Path, maps: dict[str, Sequence[Sequence[float]]], lengths: Sequence[int], depths: Sequence[float],
-              trained: int | None) -> None:  # fmt: skip
-    """Accuracy in percent by depth (rows) and length (columns), one map per encoding."""
+def plot_maps(path: Path, maps: dict[str, Sequence[Sequence[dict[str, Any]]]], lengths: Sequence[int],
+              depths: Sequence[float], trained: int | None) -> None:  # fmt: skip
+    """Accuracy in percent by depth (rows) and length (columns), one map per encoding, dashed at the trained length.
+
+    Args:
+        maps: per encoding the rows of cells, each with `accuracy` and, both in percent, its `interval`.
+    """
     figure, row = pyplot.subplots(
         1, len(maps), figsize=(1.5 + 3.2 * len(maps), 3.4), squeeze=False, layout="constrained"
     )
     inside = sum(trained is None or length <= trained for length in lengths)
+    marked = trained is not None and 0 < inside < len(lengths)
+    label = "length in tokens" + (f" (dashed: trained, {_short(trained)})" if trained and marked else "")
     for axes, (name, values) in zip(row[0], maps.items(), strict=True):
-        image = axes.imshow(values, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+        accuracies = [[cell["accuracy"] for cell in line] for line in values]
+        image = axes.imshow(accuracies, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
         axes.set_xticks(range(len(lengths)), [_short(length) for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        axes.set(title=name, xlabel="length in tokens", ylabel="depth of the key")
+        axes.set(title=name, xlabel=label, ylabel="depth of the key")
         axes.title.set_fontsize(9)
-        if 0 < inside < len(lengths):
+        if marked:
             axes.axvline(inside - 0.5, color="black", linestyle="--", linewidth=1)
         for y, line in enumerate(values):
-            for x, value in enumerate(line):
-                axes.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=8)
+            for x, cell in enumerate(line):
+                low, high = cell["interval"]
+                colour = "black" if 15 < cell["accuracy"] < 85 else "white"
+                axes.text(x, y, f"{cell['accuracy']:.0f}", ha="center", va="bottom", fontsize=8, color=colour)
+                axes.text(x, y, f"{low:.0f}-{high:.0f}", ha="center", va="top", fontsize=6, color=colour)
     figure.colorbar(image, ax=row[0].tolist(), label="correct, %")
     _save(figure, path)
 
@@ -177,7 +197,7 @@ def _compared(score: dict[str, Any], base: dict[str, Any], value: str, better: s
     if better == "higher":
         change, text = score[value] - base[value], f"{score[value] - base[value]:+.0f}"
     else:
-        change = score[value] / base[value] - 1
+        change = score[value] / max(base[value], 1e-9) - 1
         text = f"{change:+.1%}" if change < 10 else f"x{change + 1:.0f}"
     good = (change > 0) == (better == "higher")
     colour = "dim" if abs(change) < 0.005 else "green" if good else "red"

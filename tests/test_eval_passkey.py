@@ -5,11 +5,18 @@ import re
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
 from eval.__main__ import app
-from eval.passkey import DEPTHS, answer_tokens, build, is_correct, passkey, wilson
+from eval.models import applied, reads_in_pieces
+from eval.passkey import DEPTHS, answer_tokens, build, is_correct, key_log_probs, new_cache, passkey
 
 
 def characters():
@@ -171,7 +178,88 @@ def test_no_trials():
     assert result.exit_code == 2 and "--trials" in result.output
 
 
-def test_wilson_interval():
-    assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
-    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
-    assert wilson(10, 20) == pytest.approx((0.2993, 0.7007), abs=1e-4)
+def tiny(config=LlamaConfig, **settings):
+    torch.manual_seed(0)
+    if config is GPT2Config:
+        settings = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 4096, **settings}
+    else:
+        settings = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+                    "num_key_value_heads": 1, "max_position_embeddings": 256, **settings}  # fmt: skip
+    settings = {"vocab_size": len(TOKENIZERS["words"]), "initializer_range": 0.5, **settings}
+    return AutoModelForCausalLM.from_config(config(bos_token_id=0, eos_token_id=1, **settings)).eval()
+
+
+def count_tokens(model):
+    read = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: read.append(inputs[0].numel()))
+    return read
+
+
+STOCK_DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("posenc", "config", "settings"),
+    [("none", LlamaConfig, {}), ("none", MistralConfig, {"sliding_window": 64}), ("none", GPT2Config, {}),
+     ("yarn:factor=4", LlamaConfig, {}), ("dynamic_ntk", LlamaConfig, {}),
+     ("self_extend:group_size=8,window=64", LlamaConfig, {}), ("alibi", LlamaConfig, {})],
+)  # fmt: skip
+def test_sharing_changes_no_answer(posenc, config, settings):
+    model, tokenizer = tiny(config, **settings), TOKENIZERS["words"]
+    with applied(model, posenc):
+        assert reads_in_pieces(model)
+        alone, shared = (
+            list(passkey(model, tokenizer, [512], trials=2, log_probs=True, share=share)) for share in (False, True)
+        )
+    assert len({answer.answer for answer in alone}) > 1
+    assert [(a.key, a.depth, a.trial, a.answer) for a in shared] == [
+        (a.key, a.depth, a.trial, a.answer) for a in alone
+    ]
+    for one, other in zip(alone, shared, strict=True):
+        assert other.log_probs == pytest.approx(one.log_probs, abs=2e-4)
+
+
+def test_stock_dynamic_scaling_is_not_shared():
+    assert not reads_in_pieces(tiny(**STOCK_DYNAMIC))
+    model = tiny(**STOCK_DYNAMIC)
+    with applied(model, "dynamic_ntk:factor=2"):
+        assert reads_in_pieces(model)
+
+
+def test_sharing_reads_about_half_of_the_tokens():
+    model, tokenizer = tiny(num_hidden_layers=1), TOKENIZERS["words"]
+    read = count_tokens(model)
+    answers = list(passkey(model, tokenizer, [4096], log_probs=True, share=True))
+    assert len(answers) == 20
+    assert sum(read) <= sum(answer.prompt_tokens for answer in answers) / 1.8  # even with what is generated
+
+
+def test_prompts_of_one_length_start_alike(tokenizer):
+    first, second = build(tokenizer, 2048, 0.5, 0), build(tokenizer, 2048, 1.0, 1)
+    assert first.key != second.key
+    before = first.key_position - len(tokenizer("The pass key is", add_special_tokens=False).input_ids) - 1
+    assert before > 900 and first.ids[:before] == second.ids[:before]
+
+
+@pytest.mark.parametrize("posenc", ["none", "yarn:factor=4", "dynamic_ntk"])
+@pytest.mark.parametrize("digits", [5, 7])
+def test_log_probabilities_against_one_forward_per_token(posenc, digits):
+    model, tokenizer = tiny(), TOKENIZERS["words"]
+    prompt = build(tokenizer, 512, 0.5, digits=digits)
+    with applied(model, posenc), torch.no_grad():
+        (answer,) = passkey(model, tokenizer, [512], depths=[0.5], trials=1, digits=digits, log_probs=True)
+        ids, expected = list(prompt.ids), []
+        for token in tokenizer(f" {prompt.key}").input_ids:
+            if tokenizer.decode([token]).isdigit():
+                expected.append(model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[token].item())
+            ids.append(token)
+    assert len(expected) == digits
+    assert answer.log_probs == pytest.approx(expected, abs=2e-4)
+
+
+def test_an_answer_without_tokens_of_its_own():
+    from dataclasses import replace
+
+    model, tokenizer = tiny(), TOKENIZERS["words"]
+    with pytest.raises(ValueError, match="no tokens of its own"):
+        key_log_probs(model, tokenizer, replace(build(tokenizer, 512, 0.5), key_ids=[]), new_cache(model))

@@ -216,9 +216,17 @@ def test_passkey_command_counts_every_cell(folder, tmp_path):
     by_posenc = {name: [s["key"] for s in samples if s["posenc"] == name] for name in ("none", "yarn:factor=8")}
     assert by_posenc["none"] == by_posenc["yarn:factor=8"] and len(set(by_posenc["none"])) == 4
     path.write_text("".join(json.dumps({**sample, "correct": sample["depth"] == 0}) + "\n" for sample in samples[:-1]))
-    run(*arguments)  # asks the one that is missing, and scores what is filed
+    output = run(*arguments)  # asks the one that is missing, and scores what is filed
+    assert "50% (2/4, 15-85)" in output and "pi_kmax_20" in output
     assert len(path.read_text().splitlines()) == 8
-    for score in json.loads((only(tmp_path) / "scores.json").read_text())["scores"]:
+    content = json.loads((only(tmp_path) / "scores.json").read_text())
+    rules = {"ruler_85.6": None, "nolima_85": 512, "pi_kmax_20": 512, "yarn_80": None}
+    assert content["effective_length"] == {"none": rules, "yarn:factor=8": rules}
+    for score in content["scores"]:
+        assert score["interval"] == [15.0, 85.0]
+        log_probs = [s["log_probs"] for s in samples if s["posenc"] == score["posenc"]]
+        assert score["log_prob"] == pytest.approx(sum(map(sum, log_probs)) / 20, rel=1e-6) and score["log_prob"] < 0
+        assert [cell["interval"] for cell in score["by_depth"]] == [[34.2, 100.0], [0.0, 65.8]]
         assert (score["prompts"], score["correct"], score["accuracy"]) == (4, 2, 50.0)
         assert [(cell["accuracy"], cell["prompts"]) for cell in score["by_depth"]] == [(100.0, 2), (0.0, 2)]
         assert score["accuracy"] == sum(cell["accuracy"] for cell in score["by_depth"]) / 2

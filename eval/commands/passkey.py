@@ -9,8 +9,9 @@ import typer
 
 from eval import models, report
 from eval.commands import Device, DType, Lengths, ModelName, PosEncs, Root, cells, console, identity, progress
-from eval.passkey import passkey, wilson
+from eval.passkey import passkey
 from eval.results import Results
+from eval.scores import effective_lengths, wilson
 
 
 def command(
@@ -23,6 +24,9 @@ def command(
     trials: Annotated[int, typer.Option(help="Prompts per length and depth.", min=1)] = 4,
     digits: Annotated[int, typer.Option(help="Of the key.")] = 5,
     seed: int = 0,
+    share: Annotated[
+        bool, typer.Option(help="Read the common start of prompts once: about half the tokens, one more cache.")
+    ] = True,
     dtype: DType = "bfloat16",
     device: Device = "auto",
     results: Root = "results",
@@ -33,7 +37,7 @@ def command(
     """
     loaded, tokenizer = models.load(model, dtype, device)
     run(loaded, tokenizer, model, posenc, models.numbers(lengths), models.numbers(depths, float), trials=trials,
-        digits=digits, seed=seed, root=results)  # fmt: skip
+        digits=digits, seed=seed, share=share, root=results)  # fmt: skip
 
 
 def run(
@@ -47,26 +51,37 @@ def run(
     trials: int = 4,
     digits: int = 5,
     seed: int = 0,
+    share: bool = True,
     root: str = "results",
 ) -> Results:
-    """Passkey retrieval under several encodings; every cell of length and depth gets `trials` prompts."""
+    """Passkey retrieval under several encodings; every cell of length and depth gets `trials` prompts.
+
+    Args:
+        share: reads the common start of prompts once, under encodings for which that makes no difference.
+    """
     names, trained = models.full_names(model, posencs), models.trained_length(model)
     grid = {"depths": list(depths), "trials": trials, "digits": digits, "seed": seed}
-    parameters = {**identity(model, model_name, tokenizer), **grid}
+    parameters = {**identity(model, model_name, tokenizer), **grid, "share": share}
     shown, key = ("model", "digits", "seed", "dtype"), ("posenc", "length", "depth", "trial")
     results = Results(root, "passkey", parameters, shown, key)
     with progress() as bar:
         for name in names:
             with models.applied(model, name):
+                sharing = share and models.reads_in_pieces(model)
+                if share and not sharing:
+                    console.print(f"{name} answers otherwise when it reads in pieces: every prompt is read for itself")
                 for length in lengths:
                     done = len(results.select(posenc=name, length=length))
                     task = bar.add_task(f"{name} at {length:,}", total=len(depths) * trials, completed=done)
                     wanted = functools.partial(_is_missing, results, name)
-                    for answer in passkey(model, tokenizer, [length], wanted=wanted, **grid):
+                    for answer in passkey(
+                        model, tokenizer, [length], log_probs=True, share=sharing, wanted=wanted, **grid
+                    ):
                         results.add({"posenc": name, **asdict(answer)})
                         bar.advance(task)
     found = scores_of(results, depths, trials)
-    results.write("scores.json", {"trained_length": trained, "scores": found})
+    effective = {posenc: effective_lengths(by_length) for posenc, by_length in _by_posenc(found).items()}
+    results.write("scores.json", {"trained_length": trained, "scores": found, "effective_length": effective})
     _show(results, [s for s in found if s["posenc"] in names and s["length"] in lengths], trained, trials)
     return results
 
@@ -81,18 +96,32 @@ def scores_of(results: Results, depths: Sequence[float], trials: int) -> list[di
         samples = results.select(posenc=posenc, length=length)
         if len(samples) < len(depths) * trials:
             continue
-        correct = sum(sample["correct"] for sample in samples)
-        by_depth = [[sample["correct"] for sample in samples if sample["depth"] == depth] for depth in depths]
+        by_depth = [[sample for sample in samples if sample["depth"] == depth] for depth in depths]
         scores.append({
-            "posenc": posenc, "length": length, "accuracy": 100 * correct / len(samples), "correct": correct,
-            "prompts": len(samples), "interval": [round(100 * end, 1) for end in wilson(correct, len(samples))],
-            "by_depth": [
-                {"depth": depth, "accuracy": 100 * sum(cell) / len(cell), "prompts": len(cell)}
-                for depth, cell in zip(depths, by_depth, strict=True)
-            ],
+            "posenc": posenc, "length": length, **_rate(samples),
+            "by_depth": [{"depth": depth, **_rate(cell)} for depth, cell in zip(depths, by_depth, strict=True)],
             "seconds": round(sum(sample["seconds"] for sample in samples), 1),
         })  # fmt: skip
     return scores
+
+
+def _rate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Accuracy and its 95 % interval, in percent, and the mean log-probability of the keys' digits in nats."""
+    correct, count = sum(sample["correct"] for sample in samples), len(samples)
+    interval = [round(100 * end, 1) for end in wilson(correct, count)]
+    log_prob = sum(sum(sample["log_probs"]) / len(sample["log_probs"]) for sample in samples) / count
+    return {
+        "accuracy": 100 * correct / count, "correct": correct, "prompts": count, "interval": interval,
+        "log_prob": log_prob,
+    }  # fmt: skip
+
+
+def _by_posenc(scores: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Accuracies by length of every encoding."""
+    found: dict[str, dict[int, float]] = {}
+    for score in scores:
+        found.setdefault(score["posenc"], {})[score["length"]] = score["accuracy"]
+    return found
 
 
 def _is_missing(results: Results, posenc: str, length: int, depth: float, trial: int) -> bool:
@@ -101,14 +130,19 @@ def _is_missing(results: Results, posenc: str, length: int, depth: float, trial:
 
 def _show(results: Results, scores: list[dict[str, Any]], trained: int | None, trials: int) -> None:
     for found in scores:
-        found["text"] = f"{found['accuracy']:.0f}% ({found['correct']}/{found['prompts']})"
+        low, high = found["interval"]
+        found["text"] = f"{found['accuracy']:.0f}% ({found['correct']}/{found['prompts']}, {low:.0f}-{high:.0f})"
     depths = results.config["depths"]
-    title = f"Passkey, {len(depths)} depths, {trials} prompts each, per length"
+    title = f"Passkey, {len(depths)} depths, {trials} prompts each, per length, with 95% intervals"
     console.print(report.length_table(title, scores, "accuracy", trained, "higher", mean=True))
-    maps = {}
-    lengths = sorted({found["length"] for found in scores})
+    losses = [{**found, "loss": -found["log_prob"], "text": f"{-found['log_prob']:.2f}"} for found in scores]
+    title = "Loss of the key, nats per token"
+    console.print(report.length_table(title, losses, "loss", trained, "lower"))
+    maps, lengths = {}, sorted({found["length"] for found in scores})
     for name in dict.fromkeys(found["posenc"] for found in scores):
         columns = [next(f for f in scores if f["posenc"] == name and f["length"] == length) for length in lengths]
-        maps[name] = [[column["by_depth"][row]["accuracy"] for column in columns] for row in range(len(depths))]
+        maps[name] = [[column["by_depth"][row] for column in columns] for row in range(len(depths))]
+    effective = {posenc: effective_lengths(by_length) for posenc, by_length in _by_posenc(scores).items()}
+    console.print(report.effective_table("Longest of these lengths that is still good, by rule", effective))
     report.plot_maps(results.folder / "plot.png", maps, lengths, depths, trained)
     console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True)
