@@ -176,7 +176,7 @@ def is_correct(answer: str, key: str) -> bool:
     return found is not None and found[0] == key
 
 
-def wilson(correct: int, count: int) -> tuple[float, float]:
+def wilson(correct: float, count: int) -> tuple[float, float]:
     """95 % interval of a proportion (Wilson 1927), which stays honest at 0 and at 100 %."""
     z = 1.959964
     centre = (correct + z * z / 2) / (count + z * z)
