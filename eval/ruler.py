@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from eval.models import encode
-from eval.passkey import FILL, SHORT_FILLER
+from eval.passkey import FILL
 from eval.ruler_tasks import TASKS
 
 EXTRA_TOKENS = 5  # of the answer, beside the references
@@ -106,7 +106,7 @@ def build(
     example = ""
     if task in EXAMPLES and length >= EXAMPLE_FROM:
         shown = make(draw, prose, measure, EXAMPLE_ROOM)
-        example = f"{shown.text([EXAMPLES[task], 0, 0])} {', '.join(shown.references)}.\n\n\n"
+        example = f"{shown.text([EXAMPLES[task]])} {', '.join(shown.references)}.\n\n\n"
     draft = make(draw, prose, measure, length - measure(example) - TOKENS.get(task, NEEDLE_TOKENS))
     answer = measure(f" {', '.join(draft.references)}") + EXTRA_TOKENS
     room = max(TOKENS.get(task, NEEDLE_TOKENS), answer)
@@ -118,7 +118,7 @@ def build(
         raise ValueError(f"length {length} is too short for {task}: its question takes {tokens([draft.least])} tokens "
                          f"and the answer {room}; take a longer one or leave the task out")  # fmt: skip
     counts: list[int] = []
-    for least in (draft.least, *([0] * len(SHORT_FILLER) if draft.padded else [])):
+    for least in (draft.least, *[0] * (draft.counters - 1)):
         counts.append(_most(lambda count: tokens([*counts, count]), length - room, least))
     ids = encode(tokenizer, example + draft.text(counts))
     if len(ids) + room < FILL * length:

@@ -65,7 +65,7 @@ class Draft:
     """A question whose length is still open.
 
     Attributes:
-        text: of the counts of filler: sentences or words, then (where `padded`) each of `SHORT_FILLER`.
+        text: of `counters` counts of filler, from coarse to fine; those left out are 0.
         least: the smallest first count that makes sense.
         depths: where needles or assignments stand among the sentences, 0 to 1.
     """
@@ -74,7 +74,7 @@ class Draft:
     references: list[str]
     depths: list[float]
     least: int = 0
-    padded: bool = True
+    counters: int = 1 + len(SHORT_FILLER)
 
 
 def _needles(
@@ -144,7 +144,7 @@ def _common(draw: random.Random, prose: str | None, measure: Measure, room: int)
     common = words[:COMMON]
     once = measure(" ".join(f"10. {word}" for word in common))
     often, seldom = next((repeats for repeats in REPEATS if 2 * repeats[0] * once <= room), REPEATS[-1])
-    times = 1 + room // CWE_WORDS
+    times = 1 + max(0, room) // CWE_WORDS
     order = draw.getrandbits(64)
 
     def text(counts: Sequence[int]) -> str:
@@ -155,7 +155,7 @@ def _common(draw: random.Random, prose: str | None, measure: Measure, room: int)
         return (f"Some words in the numbered list below are repeated often.\n\n{listed}\n\n"
                 f"That was the list.\nThe {COMMON} most common words in it are")  # fmt: skip
 
-    return Draft(text, common, [], least=1, padded=False)
+    return Draft(text, common, [], least=1, counters=1)
 
 
 def _frequent(draw: random.Random, prose: str | None, measure: Measure, room: int) -> Draft:
@@ -170,7 +170,7 @@ def _frequent(draw: random.Random, prose: str | None, measure: Measure, room: in
     def text(counts: Sequence[int]) -> str:
         found = numbers(counts[0])
         mixed = [word for word, number in zip(words, found, strict=False) for _ in range(number)]
-        mixed += ["..."] * (counts[0] - len(mixed))
+        mixed += ["..."] * (sum(counts) - len(mixed))
         random.Random(order).shuffle(mixed)
         return (f"The text below is in code. Its dots mean nothing.\n\n{' '.join(mixed)}\n\n"
                 f"That was the text.\nThe {FREQUENT} most frequent words in it are")  # fmt: skip
@@ -180,7 +180,7 @@ def _frequent(draw: random.Random, prose: str | None, measure: Measure, room: in
         return len(found) > FREQUENT and all(a > b for a, b in itertools.pairwise(found[: FREQUENT + 1]))
 
     least = next(count for count in itertools.count(1) if told_apart(count))
-    return Draft(text, words[:FREQUENT], [], least=least, padded=False)
+    return Draft(text, words[:FREQUENT], [], least=least, counters=2)
 
 
 TASKS: dict[str, Callable[[random.Random, str | None, Measure, int], Draft]] = {
