@@ -154,6 +154,12 @@ def test_needles_stand_where_their_depths_say():
         assert places == pytest.approx(prompt.depths, abs=0.04)
 
 
+def test_sentences_are_hidden_in_the_order_of_their_depths():
+    text = ruler_tasks._hidden_in(iter("abcdef"), [(1.0, "Z"), (0.0, "X"), (0.5, "Y")], "<", ">")
+    assert text([4]) == "<X a b Y c d Z>" == text([4, 0, 0])
+    assert text([2, 0, 2]) == "<X a b Y So. So. Z>" and text([0]) == "<X Y Z>"
+
+
 def test_variables_hand_on_the_value():
     prompt, text = read("vt", 4096, tokenizer=TOKENIZERS["trained"])
     examples = text.split("\n\n\n")
@@ -322,3 +328,5 @@ def test_the_command_scores_goes_on_and_extends(folder, tmp_path):
     assert "60.0" in output
     _, _, more = call("vt", 2)
     assert len(more) == 8 + 4 and more[:8] == again
+    call("vt,fwe", 1)
+    assert json.loads((found / "scores.json").read_text())["scores"] == scores
