@@ -22,7 +22,12 @@ from typing import Any
 import hf_posenc
 
 PACKAGES = ("torch", "transformers")
-SCORING = ("likelihood.py", "passkey.py", "perplexity.py")  # of this package; what else it does leaves samples alone
+SCORING = (
+    "likelihood.py",
+    "passkey.py",
+    "perplexity.py",
+    "ruler.py",
+)  # of this package; what else it does leaves samples alone
 MEASURING = ("memory.py", "speed.py")  # for the task `speed`
 
 

@@ -64,7 +64,7 @@ def effective_lengths(scores: Mapping[int, float]) -> dict[str, int | None]:
     return {rule: effective_length(scores, rule) for rule in RULES}
 
 
-def wilson(hits: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(hits: float, trials: int, z: float = 1.96) -> tuple[float, float]:
     """Interval of a proportion (Wilson 1927), which stays honest at 0 and at 100 %; z = 1.96 gives 95 %.
 
     Raises:
