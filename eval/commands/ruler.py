@@ -126,7 +126,7 @@ def scores_of(results: Results, tasks: Sequence[str], samples: int) -> list[dict
 
 
 def _mean(scores: Sequence[float]) -> dict[str, Any]:
-    interval = wilson(sum(scores) / 100, len(scores))
+    interval = wilson(min(sum(scores) / 100, len(scores)), len(scores))
     return {"score": sum(scores) / len(scores), "prompts": len(scores),
             "interval": [round(100 * end, 1) for end in interval]}  # fmt: skip
 
