@@ -33,7 +33,9 @@ def freeze_learned(model: nn.Module, method: Method) -> None:
         UnsupportedMethodError: an adapter means to save it, but was made before it was there.
     """
     configs = [config for module in model.modules() for config in persistence.adapters_of(module)]
-    learned = [child for module in model.modules() for name, child in module.named_children() if name == "posenc"]
+    learned = [
+        child for module in model.modules() for name, child in module.named_children() if name == persistence.LEARNED
+    ]
     if not configs or not learned:
         return
     if any(persistence.LEARNED in (getattr(config, "modules_to_save", None) or ()) for config in configs):

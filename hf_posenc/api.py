@@ -112,14 +112,10 @@ def patch(model: Model, method: str | Method | type[Method], *, tokenizer: Any =
     """
     chosen = create(method, **parameters)
     _put(model, chosen, tokenizer)
-    if chosen.is_foreign and not _is_native(model, chosen):
+    native = locate(model).native
+    if chosen.is_foreign and not (native is not None and isinstance(chosen, native.own)):
         logger.warning("%s: a model that was trained with other positions has to be fine-tuned with these.", chosen)
     return model
-
-
-def _is_native(model: nn.Module, method: Method) -> bool:
-    native = locate(model).native
-    return native is not None and native.knows(method)
 
 
 def _put(model: nn.Module, chosen: Method, tokenizer: Any = None) -> None:

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 from .context import Call
 from .methods.bias import BiasMethod
 
-_BUDGET = 1 << 24
-"""Numbers of a bias at a time."""
+_BUDGET = 1 << 22
+"""Numbers of a bias at a time: more of them leave the cache of a CPU."""
 
 
 def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -42,8 +42,7 @@ def _block(call: Call, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor
     whole = end == call.query.shape[2] or call.mask is not None or not call.causal or not growing
     stop = slots if whole else ahead + end
     mask = bias_mask(call, begin, end, stop)
-    options = {key: value for key, value in call.options.items() if key != "position_bias"}
-    return call.stock(call.module, query, call.key[:, :, :stop], call.value[:, :, :stop], mask, **options)
+    return call.run(query, call.key[:, :, :stop], call.value[:, :, :stop], mask)
 
 
 def bias_mask(call: Call, begin: int, end: int, stop: int) -> torch.Tensor:
@@ -60,11 +59,15 @@ def bias_mask(call: Call, begin: int, end: int, stop: int) -> torch.Tensor:
         slots = torch.arange(stop, device=bias.device)
         own = slots[call.key.shape[2] - call.query.shape[2] + begin :][: end - begin]
         mask = (slots <= own[:, None])[None, None]
-    bias = bias.to(wide).clamp(min=lowest / 2)
+    bias = bias.to(wide)
+    if mask is not None and mask.shape[0] > bias.shape[0]:
+        bias = bias.repeat(mask.shape[0], 1, 1, 1)
+    # In the memory where it stands: a pass over it costs as much as the scores themselves.
+    bias.clamp_(min=lowest / 2)
     if mask is not None and mask.dtype == torch.bool:
-        bias = bias.masked_fill(~mask, lowest)
+        bias.masked_fill_(~mask, lowest)
     elif mask is not None:
-        bias = (bias + mask).clamp(min=lowest)
+        bias.add_(mask).clamp_(min=lowest)
     return bias.to(dtype)
 
 

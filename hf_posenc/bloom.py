@@ -16,6 +16,8 @@ from . import biases, two_part
 from .context import Call, Context, Layer
 from .families import NATIVES, Family, Native, live_modules
 from .journal import Journal
+from .methods.alibi import ALiBi
+from .methods.base import Method
 from .methods.bias import BiasMethod
 from .twin import Plan
 
@@ -31,6 +33,7 @@ class FusedALiBi(Native):
     """
 
     title: ClassVar[str] = "ALiBi"
+    own: ClassVar[tuple[type[Method], ...]] = (ALiBi,)
 
     def __init__(self, owner: PreTrainedModel, attentions: dict[str, Any]):
         self.owners, self.attentions = [owner], attentions

@@ -111,10 +111,12 @@ class Native(ABC):
 
     Attributes:
         title: what a user would call it
+        own: the methods that a model of this kind was trained with
         owners: the models whose forward is told positions; a scheme is kept on the first
     """
 
     title: ClassVar[str]
+    own: ClassVar[tuple[type[Method], ...]] = ()
     owners: list[PreTrainedModel]
 
     @classmethod

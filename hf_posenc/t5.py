@@ -35,6 +35,7 @@ class Buckets(Native):
     """Relative buckets in one stack or in two."""
 
     title: ClassVar[str] = "relative buckets"
+    own: ClassVar[tuple[type[Method], ...]] = (T5Bias,)
 
     def __init__(self, root: PreTrainedModel, owners: list[PreTrainedModel]):
         self.root, self.owners = root, owners
@@ -69,7 +70,7 @@ class Buckets(Native):
             journal.set(module, "compute_bias", functools.partial(no_bias, module))
 
     def knows(self, method: Method) -> bool:
-        return isinstance(method, T5Bias)
+        return isinstance(method, self.own)
 
     def settings(self, method: Method) -> dict[str, Any]:
         config: Any = self.root.config

@@ -8,11 +8,10 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reading import CACHE, greedy, padded, stepwise
+from reading import CACHE, Largest, greedy, padded, stepwise
 from test_dynamic import FAMILIES, FLOAT32, built
 from tiny import TL, tokens
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, StaticCache
 
 import hf_posenc
@@ -228,17 +227,6 @@ def test_bfloat16_is_near_at_length_4096(method):
         stock = model(ids, logits_to_keep=256).logits.float()
         noise = (stock - model.float()(ids, logits_to_keep=256).logits).abs().mean()
     assert (rounded - exact).abs().mean() < 2 * noise + 1e-3
-
-
-class Largest(TorchDispatchMode):
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, tuple | list) else [found]:
-            if isinstance(tensor, torch.Tensor):
-                self.numbers = max(self.numbers, tensor.numel())
-        return found
 
 
 def test_no_bias_of_a_whole_layer_stands_at_once_gradient(monkeypatch):

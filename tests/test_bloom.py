@@ -390,3 +390,10 @@ def test_one_method_after_another():
     with hf_posenc.patched(model, "nope"):
         assert torch.equal(logits(model), logits(patched("nope")))
     assert_close(logits(model), logits(bloom()), atol=1e-5, rtol=0)
+
+
+def test_its_own_encoding_wants_no_training(caplog):
+    hf_posenc.patch(tiny_model("bloom"), "alibi:interpolate=2")
+    assert not caplog.records
+    hf_posenc.patch(tiny_model("bloom"), "toeplitz:max_distance=9")
+    assert "fine-tuned" in caplog.text

@@ -10,13 +10,11 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reading import CACHE, greedy, padded, stepwise
+from reading import CACHE, Largest, Unturned, greedy, padded, stepwise
 from test_dynamic import FAMILIES, FLOAT32, built
 from tiny import TL, tiny_model, tokens
-from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
 import hf_posenc
@@ -102,18 +100,6 @@ def test_equals_the_float64_rule(method, implementation):
 
 
 NAMED = ["llama", "qwen2", "qwen3", "mistral", "phi", "glm", "gemma3_text", "smollm3", "gpt_oss", "deepseek_v3"]
-
-
-class Unturned(nn.Module):
-    """In place of a rotary module: the angle is zero everywhere."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        cos, sin = self.inner(*args, **kwargs)
-        return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 @pytest.mark.parametrize("family", NAMED)
@@ -616,19 +602,6 @@ def test_the_operator_in_two_threads():
     for thread in threads:
         thread.join()
     assert len(wrong) == 60 and not any(wrong)
-
-
-class Largest(TorchDispatchMode):
-    """Remembers how many numbers the largest tensor holds."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, tuple | list) else [found]:
-            if isinstance(tensor, torch.Tensor):
-                self.numbers = max(self.numbers, tensor.numel())
-        return found
 
 
 @pytest.mark.parametrize("method", ["self_extend:group_size=4,window=100", "dca:chunk_size=200,local_window=20"])

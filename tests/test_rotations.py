@@ -4,10 +4,9 @@ attention."""
 import pytest
 import reference
 import torch
-from reading import greedy, padded, stepwise
+from reading import Unturned, greedy, padded, stepwise
 from test_dynamic import FAMILIES
 from tiny import TL, tiny_model, tokens
-from torch import nn
 from torch.testing import assert_close
 from transformers import AttentionInterface, StaticCache
 
@@ -25,18 +24,6 @@ def _small_blocks_without_gradients(request, monkeypatch):
     monkeypatch.setattr(stacked, "_ROWS", 16)
     with torch.set_grad_enabled("gradient" in request.node.name):
         yield
-
-
-class Unturned(nn.Module):
-    """In place of a rotary module: the angle is zero everywhere."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        cos, sin = self.inner(*args, **kwargs)
-        return torch.ones_like(cos), torch.zeros_like(sin)
 
 
 def judged(model, ids, layer):

@@ -45,7 +45,7 @@ class ALiBi(BiasMethod):
 
     def bias(self, distance: torch.Tensor, heads: int, causal: bool, learned: Any) -> torch.Tensor:
         slopes = alibi_slopes(heads).to(distance.device) if learned is None else learned.slopes.float()
-        return -(slopes / self.interpolate)[:, None, None] * distance.abs()[:, None]
+        return -(slopes / self.interpolate)[:, None, None] * distance.abs().float()[:, None]
 
     def learned(self, heads: int, causal: bool) -> nn.Module | None:
         return Slopes(heads) if self.learned_slopes else None

@@ -35,7 +35,7 @@ class BiasMethod(AttentionMethod):
 
     @abstractmethod
     def bias(self, distance: torch.Tensor, heads: int, causal: bool, learned: Any) -> torch.Tensor:
-        """The term on the scores, float32 (batch or 1, heads, queries, keys).
+        """The term on the scores, float32 (batch or 1, heads, queries, keys), in memory of its own.
 
         Args:
             distance: i - j, (batch or 1, queries, keys) int64; negative where a key comes later
