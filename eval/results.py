@@ -58,6 +58,13 @@ class Results:
         """Whether the sample of that key is scored already."""
         return self._key_of(key) in self.samples
 
+    def lacks(self, **key: Any) -> bool:
+        """Whether this process has to score the sample of that key."""
+        return not self.has(**key)
+
+    def complete(self) -> None:
+        """Ends the scoring: from here on `samples` holds what all processes scored."""
+
     def add(self, sample: dict[str, Any]) -> None:
         """Files one scored sample, on disk before this returns."""
         self.samples[self._key_of(sample)] = sample
