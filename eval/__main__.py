@@ -3,9 +3,11 @@
 import sys
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 from transformers.utils import logging
 
-from eval import demo
+from eval import demo, processes
 from eval.commands import console, passkey, perplexity, ruler, speed
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
@@ -15,10 +17,11 @@ def main() -> None:
     """Runs the subcommand; wrong input is one line that says what to do, not a traceback."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    console.quiet = not processes.is_main()
     try:
         app()
-    except ValueError as error:
-        console.print("[red]Error:[/]", str(error), soft_wrap=True)
+    except (ValueError, OSError) as error:
+        Console().print("[red]Error:[/]", escape(str(error)), soft_wrap=True)
         sys.exit(2)
 
 

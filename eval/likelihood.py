@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Cache
 from transformers.utils import logging
 
-from eval.models import CACHE
+from eval.models import CACHE, input_device
 
 logger = logging.get_logger(__name__)
 
@@ -49,7 +49,7 @@ def token_losses(
     batch, length = input_ids.shape
     if not 1 <= first < length:
         raise ValueError(f"first={first} must lie between 1 and the last of {length} tokens")
-    input_ids = input_ids.to(next(model.parameters()).device)
+    input_ids = input_ids.to(input_device(model))
     targets = input_ids[:, first:]
     model = _without_wrapper(model)
     inputs = _inputs(model, input_ids, attention_mask, cache)
@@ -83,7 +83,7 @@ def read_on(model: nn.Module, ids: Sequence[int], cache: Cache, keep: int = 1) -
         logits `(keep, vocabulary)`, each row for what follows that token.
     """
     model = _without_wrapper(model)
-    row = torch.tensor([list(ids)], device=next(model.parameters()).device)
+    row = torch.tensor([list(ids)], device=input_device(model))
     inputs = {"attention_mask": row.new_ones(1, cache.get_seq_length() + len(ids)), "use_cache": True, CACHE: cache}
     if _takes(model, "logits_to_keep"):
         inputs["logits_to_keep"] = keep

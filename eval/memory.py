@@ -36,6 +36,22 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
+def lap() -> int | None:
+    """Peak in bytes since the last call: of what torch holds on CUDA, or of the process on Linux; None elsewhere."""
+    if torch.cuda.is_initialized():
+        devices = range(torch.cuda.device_count())
+        peak = sum(torch.cuda.max_memory_allocated(device) for device in devices)
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    try:
+        peak = _resident("VmHWM")
+        RESET.write_text("5")
+    except OSError:
+        return None
+    return peak
+
+
 def on_cuda(model: nn.Module) -> Measure:
     """Measures `memory` of a model on a GPU."""
 

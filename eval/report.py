@@ -11,6 +11,8 @@ from rich.table import Table
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from eval import processes
+
 Scores = Sequence[dict[str, Any]]
 Curves = dict[str, Sequence[dict[str, Any]]]  # encoding: bands with low, high, tokens and loss
 
@@ -171,7 +173,8 @@ def _table(title: str) -> Table:
 
 
 def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=130)
+    if processes.is_main():
+        figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 

@@ -138,7 +138,7 @@ def random_ids(model: nn.Module, length: int) -> torch.Tensor:
     """Token ids `(1, length)` on the model's device, always the same."""
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
-    return ids.to(next(model.parameters()).device)
+    return ids.to(models.input_device(model))
 
 
 @contextmanager

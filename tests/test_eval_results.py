@@ -56,13 +56,13 @@ def test_samples_come_back_and_other_parameters_do_not_mix(tmp_path):
     again = open_results(tmp_path)
     assert again.folder == first.folder
     assert again.has(posenc="yarn", index=0) and not again.has(posenc="yarn", index=1)
-    assert again.select(posenc="yarn") == [{"posenc": "yarn", "index": 0, "loss": 2.5}]
+    assert [sample["loss"] for sample in again.select(posenc="yarn")] == [2.5]
     other = open_results(tmp_path, value=2)
     assert other.folder != first.folder and not other.samples
     assert json.loads((first.folder / "config.json").read_text())["value"] == 1
 
 
-@pytest.mark.parametrize("cut", [1, 10, 30])
+@pytest.mark.parametrize("cut", [2, 10, 30])
 def test_a_line_cut_by_a_kill_costs_only_itself(tmp_path, cut):
     first = open_results(tmp_path)
     for index in range(3):
@@ -146,6 +146,10 @@ def perplexity_arguments(folder, root, *more):
             "--results", root, *more)  # fmt: skip
 
 
+def strip(line):
+    return {**json.loads(line), "seconds": 0, "memory": 0}
+
+
 def only(root):
     (found,) = root.iterdir()
     return found
@@ -189,8 +193,7 @@ def test_perplexity_scores_only_what_is_missing(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(perplexity, "score", counted)
     run(*arguments)
     assert len(scored) == 4
-    strip = [{**json.loads(line), "seconds": 0} for line in whole]
-    assert [{**json.loads(line), "seconds": 0} for line in samples.read_text().splitlines()] == strip
+    assert list(map(strip, samples.read_text().splitlines())) == list(map(strip, whole))
     run(*arguments, "--lengths", "64")
     lengths = [score["length"] for score in json.loads((only(tmp_path) / "scores.json").read_text())["scores"]]
     assert lengths == [32, 64]

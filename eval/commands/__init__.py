@@ -1,14 +1,13 @@
 """The subcommands, from options to a results folder: score what it lacks, file each sample at once, show all."""
 
 import hashlib
-import json
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from eval import models
+from eval import models, processes
 from eval.results import Results
 
 console = Console()
@@ -20,25 +19,31 @@ PosEncs = Annotated[
 ]
 Lengths = Annotated[list[str], typer.Option("--lengths", help="Tokens, as in 2048,4096. May be repeated.")]
 DType = Annotated[str, typer.Option(help=f"One of {', '.join(models.DTYPES)}.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …; split: one model over all GPUs.")]
+Check = Annotated[
+    int,
+    typer.Option(
+        "--check", help="Tokens on which cached generation is compared with one forward, for the manifest; 0: none."
+    ),
+]
 Root = Annotated[str, typer.Option("--results", help="Folder of all results.")]
 
 
 def progress() -> Progress:
     """A bar per encoding and length, with the time left."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console)
+    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not processes.is_main())
 
 
 def identity(model: Any, name: str, tokenizer: Any) -> dict[str, Any]:
     """What makes samples of one run comparable with those of another."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     return {
         "model": name,
         "weights": models.fingerprint(model),
-        "vocabulary": sha256(vocabulary),
+        "tokenizer": models.tokenizer_hash(tokenizer),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "device": next(model.parameters()).device.type,
+        "device": models.input_device(model).type,
+        "attention": models.attention(model),
     }
 
 

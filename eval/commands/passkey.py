@@ -79,6 +79,7 @@ def run(
                     ):
                         results.add({"posenc": name, **asdict(answer)})
                         bar.advance(task)
+    results.complete()
     found = scores_of(results, depths, trials)
     effective = {posenc: effective_lengths(by_length) for posenc, by_length in _by_posenc(found).items()}
     results.write("scores.json", {"trained_length": trained, "scores": found, "effective_length": effective})
@@ -125,7 +126,7 @@ def _by_posenc(scores: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
 
 
 def _is_missing(results: Results, posenc: str, length: int, depth: float, trial: int) -> bool:
-    return not results.has(posenc=posenc, length=length, depth=depth, trial=trial)
+    return results.lacks(posenc=posenc, length=length, depth=depth, trial=trial)
 
 
 def _show(results: Results, scores: list[dict[str, Any]], trained: int | None, trials: int) -> None:

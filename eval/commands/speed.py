@@ -3,13 +3,13 @@
 import functools
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from eval import memory, models, report
+from eval import memory, models, processes, report
 from eval.commands import Device, DType, Lengths, ModelName, PosEncs, Root, cells, console, identity, progress
 from eval.results import Results
 from eval.speed import PARTS, Cost, Measure, compare, reading, training
@@ -51,7 +51,7 @@ def run(
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths {list(lengths)} should be one or more numbers of tokens, as in 4096,16384")
     names, trained = models.full_names(model, posencs), models.trained_length(model)
-    device = next(model.parameters()).device
+    device = models.input_device(model)
     parameters = {
         **identity(model, model_name, tokenizer),
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
@@ -62,6 +62,8 @@ def run(
     if "memory" in parts and (reason := memory.why_not(device)):
         console.print(f"memory is left out: {reason}", soft_wrap=True)
         parts = [part for part in parts if part != "memory"]
+    if processes.count() > 1:
+        raise ValueError("speed is measured by one process at a time: start it without accelerate launch")
     results = Results(root, "speed", parameters, shown, key)
     with progress() as bar:
         for length in lengths:
@@ -72,6 +74,7 @@ def run(
                     task = bar.add_task(f"{', '.join(asked)} at {length:,}", total=turns * (1 + len(missing)))
                     costs = compare(measure, missing, length, turns, functools.partial(bar.advance, task))
                     _file(results, [cost for cost in costs if cost.part in asked])
+    results.complete()
     found = scores_of(results)
     results.write("scores.json", {"trained_length": trained, "scores": found})
     _show(results, [s for s in found if s["posenc"] in names and s["length"] in lengths and s["part"] in parts])
@@ -80,8 +83,8 @@ def run(
 
 def _measures(model: Any, name: str, rounds: int) -> dict[tuple[str, ...], tuple[Measure, int]]:
     """How the parts that one measurement gives together are measured, and how often. Memory does not vary: once."""
-    parameter = next(model.parameters())
-    cuda, dtype = parameter.device.type == "cuda", str(parameter.dtype).removeprefix("torch.")
+    cuda = models.input_device(model).type == "cuda"
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return {
         ("prefill", "decode"): (reading(model), rounds),
         ("train",): (training(model), rounds),
@@ -98,7 +101,7 @@ def _file(results: Results, costs: Sequence[Cost]) -> None:
 def scores_of(results: Results) -> list[dict[str, Any]]:
     """One dictionary per encoding, length and part of a folder."""
     return [
-        Cost(**sample).summary()
+        Cost(**{field.name: sample[field.name] for field in fields(Cost)}).summary()
         for posenc, length in cells(results)
         for part in PARTS
         for sample in results.select(posenc=posenc, length=length, part=part)
