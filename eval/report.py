@@ -149,7 +149,7 @@ def plot_ratios(path: Path, scores: Scores) -> None:
         axes.set_xticks(lengths, [_short(length) for length in lengths])
         axes.set(title=part, xlabel="tokens", ylabel="patched / unpatched")
         axes.grid(alpha=0.3)
-    figure.legend(*row[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    figure.legend(*row[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     _save(figure, path)
 
 
@@ -161,7 +161,7 @@ def _plot_lines(path: Path, lines: dict[str, tuple[list[float], list[float]]], l
     if trained is not None:
         axes.axvline(trained, color="grey", linestyle="--", linewidth=1, label=f"trained length {trained:,}")
     axes.set(xlabel=labels[0], ylabel=labels[1])
-    axes.legend(fontsize=8)
+    axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     _save(figure, path)
 

@@ -1,0 +1,187 @@
+"""Encodings compared on the same weights and the same questions: what each costs within the trained length, beside
+what it gains beyond it.
+
+Every task becomes a list of units: a prompt with its score, or a block of tokens with its mean loss. All encodings
+have the same units, so they are compared unit by unit, with a paired bootstrap: what makes a question hard for all of
+them does not blur their difference.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from eval.results import Results
+from eval.scores import blocks, effective_lengths, paired_bootstrap, wilson
+
+BLOCK = 256  # tokens: neighbouring ones are easy or hard together, blocks of them hardly
+WITHIN, BEYOND = "within", "beyond"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is paired over encodings: a prompt, or a block of tokens.
+
+    Attributes:
+        key: tells it from the others of its measure.
+        beyond: it needs more than the trained length.
+        weight: tokens of a block; 1 for a prompt.
+    """
+
+    key: tuple[Any, ...]
+    length: int
+    beyond: bool
+    value: float
+    weight: int = 1
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that a task yields, and how its samples become units.
+
+    Attributes:
+        units: of one sample, given the trained length or None.
+        percent: values are shares of right answers; else nats per token.
+        lower: less is better.
+        nested: a longer length reads the same tokens again and more, so that only the longest one counts in sums.
+    """
+
+    task: str
+    title: str
+    units: Callable[[dict[str, Any], int | None], list[Unit]]
+    percent: bool = False
+    lower: bool = False
+    nested: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One encoding in one column: a length, or all that lies `within` or `beyond` the trained length.
+
+    `difference` is to the first encoding, `low` and `high` its 95 % interval; None where there is nothing to compare,
+    or too little to know.
+    """
+
+    posenc: str
+    column: int | str
+    value: float
+    units: int
+    interval: tuple[float, float] | None = None
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the interval of the difference leaves out 0."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+def prompt_units(score: Callable[[dict[str, Any]], float], key: Sequence[str]) -> Callable[..., list[Unit]]:
+    """Units of samples that are one prompt each, scored in percent; `key` are the fields that tell prompts apart."""
+
+    def units(sample: dict[str, Any], trained: int | None) -> list[Unit]:
+        beyond = trained is not None and sample["length"] > trained
+        return [Unit(tuple(sample[name] for name in key), sample["length"], beyond, score(sample))]
+
+    return units
+
+
+def token_units(values: str, first: Callable[[dict[str, Any]], int], key: Sequence[str]) -> Callable[..., list[Unit]]:
+    """Units of samples that hold one number per token: means of blocks, none across the trained length.
+
+    Args:
+        values: field of the numbers.
+        first: position of the first of them in what is read.
+    """
+
+    def units(sample: dict[str, Any], trained: int | None) -> list[Unit]:
+        numbers, start = sample[values], first(sample)
+        inside = len(numbers) if trained is None else min(max(trained - start, 0), len(numbers))
+        found = []
+        for beyond, part in ((False, numbers[:inside]), (True, numbers[inside:])):
+            means = blocks(part, min(BLOCK, len(part))) if part else []
+            for index, mean in enumerate(means):
+                weight = len(part) // len(means) + (index < len(part) % len(means))
+                name = (*(sample[field] for field in key), beyond, index)
+                found.append(Unit(name, sample["length"], beyond, float(mean), weight))
+        return found
+
+    return units
+
+
+def compare(measure: Measure, results: Results, posencs: Sequence[str], lengths: Iterable[int],
+            trained: int | None) -> list[Cell]:  # fmt: skip
+    """Every encoding in every column, each against the first encoding.
+
+    Args:
+        results: of the measure's task; units that not all encodings have are left out.
+    """
+    lengths = sorted(lengths)
+    found = {posenc: _units(measure, results, posenc, lengths, trained) for posenc in posencs}
+    common = set.intersection(*(set(units) for units in found.values()))
+    keys = [key for key in found[posencs[0]] if key in common]
+    columns: dict[int | str, list[Any]] = {length: [] for length in lengths} | {WITHIN: [], BEYOND: []}
+    for key in keys:
+        unit = found[posencs[0]][key]
+        columns[unit.length].append(key)
+        if not measure.nested or unit.length == lengths[-1]:
+            columns[BEYOND if unit.beyond else WITHIN].append(key)
+    cells = []
+    for column, keys in columns.items():
+        base = [found[posencs[0]][key] for key in keys]
+        for posenc in posencs if keys else ():
+            mine = [found[posenc][key] for key in keys]
+            cells.append(_cell(measure, posenc, column, mine, None if posenc == posencs[0] else base))
+    return cells
+
+
+def describe(measure: Measure, cells: Sequence[Cell]) -> dict[str, Any]:
+    """What a report shows of a measure, as JSON; effective lengths for shares of right answers."""
+    scores: dict[str, dict[int, float]] = {}
+    for cell in cells:
+        if isinstance(cell.column, int):
+            scores.setdefault(cell.posenc, {})[cell.column] = cell.value
+    effective = {posenc: effective_lengths(by_length) for posenc, by_length in scores.items()}
+    return {
+        "task": measure.task, "title": measure.title, "unit": "%" if measure.percent else "nats per token",
+        "better": "lower" if measure.lower else "higher", "cells": [{**asdict(c), "sure": c.is_sure} for c in cells],
+        "effective_length": effective if measure.percent else {},
+    }  # fmt: skip
+
+
+def cost(results: Results, posenc: str, length: int) -> dict[str, Any]:
+    """Seconds that a task took under an encoding at a length, and the peak of its memory in bytes."""
+    samples = results.select(posenc=posenc, length=length)
+    peaks = [sample["memory"] for sample in samples if sample.get("memory") is not None]
+    return {
+        "posenc": posenc, "length": length, "samples": len(samples),
+        "seconds": round(sum(sample["seconds"] for sample in samples), 1), "memory": max(peaks, default=None),
+    }  # fmt: skip
+
+
+def _units(measure: Measure, results: Results, posenc: str, lengths: Sequence[int],
+           trained: int | None) -> dict[Any, Unit]:  # fmt: skip
+    samples = (sample for length in lengths for sample in results.select(posenc=posenc, length=length))
+    units = [unit for sample in samples for unit in measure.units(sample, trained)]
+    return {(unit.length, unit.key): unit for unit in sorted(units, key=lambda unit: (unit.length, str(unit.key)))}
+
+
+def _cell(measure: Measure, posenc: str, column: int | str, mine: list[Unit], base: list[Unit] | None) -> Cell:
+    value, count = _mean(mine), len(mine)
+    interval = (
+        _percentages(wilson(min(sum(unit.value for unit in mine) / 100, count), count)) if measure.percent else None
+    )
+    difference = math.nan if base is None else value - _mean(base)
+    if base is None or not math.isfinite(difference):
+        return Cell(posenc, column, value, count, interval)
+    _, low, high = paired_bootstrap([unit.value for unit in mine], [unit.value for unit in base])
+    return Cell(posenc, column, value, count, interval, difference, low, high)
+
+
+def _percentages(interval: tuple[float, float]) -> tuple[float, float]:
+    return round(100 * interval[0], 1), round(100 * interval[1], 1)
+
+
+def _mean(units: Sequence[Unit]) -> float:
+    return sum(unit.weight * unit.value for unit in units) / sum(unit.weight for unit in units)
