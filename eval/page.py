@@ -3,6 +3,7 @@
 import base64
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,9 +66,7 @@ def to_html(comparison: Comparison, figures: Sequence[Mapping[str, Any]], manife
     """
     environment = Environment(loader=PackageLoader("eval", "templates"), autoescape=True, undefined=StrictUndefined,
                               trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    environment.filters["breakable"] = lambda text: (
-        escape(text).replace(",", Markup(",<wbr>")).replace("+", Markup("+<wbr>"))
-    )
+    environment.filters["breakable"] = _breakable
     environment.filters["data"] = lambda svg: "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
     return environment.get_template("compare.html").render(
         title=title(comparison), intro=intro(comparison), comparison=comparison, summary=summary(comparison),
@@ -183,6 +182,11 @@ def _markdown_table(rows: Rows) -> str:
     lines = ["| " + " | ".join(map(text, row)) + " |" for row in rows]
     rule = "|" + "|".join(["---", *["---:"] * (len(rows[0]) - 1)]) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _breakable(text: str) -> Markup:
+    """A method's name that may be broken behind its punctuation."""
+    return Markup(re.sub(r"([:,+])", r"\1<wbr>", str(escape(text))))
 
 
 def _cut(text: str, most: int = 80) -> str:

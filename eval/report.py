@@ -1,8 +1,9 @@
 """Tables and plots of scores. Lengths within the trained one and beyond it stand side by side."""
 
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import matplotlib
 from rich.box import SIMPLE_HEAD
@@ -14,6 +15,10 @@ from matplotlib import pyplot
 from eval import processes
 
 Scores = Sequence[dict[str, Any]]
+Target = Path | BinaryIO
+# Of a figure inside a page, which may be as narrow as a phone.
+PAGE = {"savefig.format": "svg", "savefig.transparent": True, "font.size": 13, "legend.framealpha": 0}
+INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 Curves = dict[str, Sequence[dict[str, Any]]]  # encoding: bands with low, high, tokens and loss
 
 
@@ -82,7 +87,15 @@ def cost_table(title: str, scores: Scores) -> Table:
     return table
 
 
-def plot_bands(path: Path, curves: Curves, trained: int | None) -> None:
+def as_svg(plot: Callable[[BinaryIO], None], dark: bool) -> bytes:
+    """What a plot function draws, as SVG on a transparent ground, for a light page or a dark one."""
+    with pyplot.rc_context({**PAGE, **dict.fromkeys(INK, "#d5d9dd" if dark else "#33383d")}):
+        buffer = io.BytesIO()
+        plot(buffer)
+        return buffer.getvalue()
+
+
+def plot_bands(path: Target, curves: Curves, trained: int | None) -> None:
     """Loss by position, one line per encoding."""
     lines = {}
     for posenc, bands in curves.items():
@@ -91,7 +104,7 @@ def plot_bands(path: Path, curves: Curves, trained: int | None) -> None:
     _plot_lines(path, lines, ("position, tokens", "loss, nats per token"), trained)
 
 
-def plot_lengths(path: Path, scores: Scores, value: str, trained: int | None) -> None:
+def plot_lengths(path: Target, scores: Scores, value: str, trained: int | None) -> None:
     """A value by context length, one line per encoding."""
     lines = {}
     for posenc in _distinct(scores, "posenc"):
@@ -100,7 +113,7 @@ def plot_lengths(path: Path, scores: Scores, value: str, trained: int | None) ->
     _plot_lines(path, lines, ("context length, tokens", value), trained)
 
 
-def plot_maps(path: Path, maps: dict[str, Sequence[Sequence[dict[str, Any]]]], lengths: Sequence[int],
+def plot_maps(path: Target, maps: dict[str, Sequence[Sequence[dict[str, Any]]]], lengths: Sequence[int],
               depths: Sequence[float], trained: int | None) -> None:  # fmt: skip
     """Accuracy in percent by depth (rows) and length (columns), one map per encoding, dashed at the trained length.
 
@@ -119,7 +132,7 @@ def plot_maps(path: Path, maps: dict[str, Sequence[Sequence[dict[str, Any]]]], l
         axes.set_xticks(range(len(lengths)), [_short(length) for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         axes.set(title=name, xlabel=label, ylabel="depth of the key")
-        axes.title.set_fontsize(9)
+        axes.title.set_fontsize("small")
         if marked:
             axes.axvline(inside - 0.5, color="black", linestyle="--", linewidth=1)
         for y, line in enumerate(values):
@@ -132,7 +145,7 @@ def plot_maps(path: Path, maps: dict[str, Sequence[Sequence[dict[str, Any]]]], l
     _save(figure, path)
 
 
-def plot_ratios(path: Path, scores: Scores) -> None:
+def plot_ratios(path: Target, scores: Scores) -> None:
     """Ratio to the unpatched model by length, with lowest and highest: one graph per part, one line per encoding."""
     parts, lengths = _distinct(scores, "part"), sorted(_distinct(scores, "length"))
     figure, row = pyplot.subplots(1, len(parts), figsize=(1 + 4 * len(parts), 4), squeeze=False, layout="constrained")
@@ -153,7 +166,7 @@ def plot_ratios(path: Path, scores: Scores) -> None:
     _save(figure, path)
 
 
-def _plot_lines(path: Path, lines: dict[str, tuple[list[float], list[float]]], labels: tuple[str, str],
+def _plot_lines(path: Target, lines: dict[str, tuple[list[float], list[float]]], labels: tuple[str, str],
                 trained: int | None) -> None:  # fmt: skip
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="tight")
     for name, (x, y) in lines.items():
@@ -172,7 +185,7 @@ def _table(title: str) -> Table:
     return table
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, path: Target) -> None:
     if processes.is_main():
         figure.savefig(path, dpi=130)
     pyplot.close(figure)
