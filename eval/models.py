@@ -50,9 +50,7 @@ def load(name: str, dtype: str = "bfloat16", device: str = "auto") -> tuple[nn.M
 
 def input_device(model: nn.Module) -> torch.device:
     """Where a model takes its input, also one split over devices whose first weights are not in memory now."""
-    weight = model.get_input_embeddings().weight
-    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
-    return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device
+    return next((weight.device for weight in model.parameters() if not weight.is_meta), torch.device("cpu"))
 
 
 @contextmanager

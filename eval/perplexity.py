@@ -73,12 +73,16 @@ class Perplexity:
     def by_position(self, edges: Sequence[int]) -> list[Band]:
         """Loss by how much context a token had: bands of positions in the window, between neighbouring edges."""
         position = torch.cat([torch.arange(s.window.first, s.window.end) - s.window.start for s in self.scores])
-        losses = torch.cat([score.losses.double() for score in self.scores])
-        bands = []
-        for low, high in itertools.pairwise(edges):
-            inside = losses[(position >= low) & (position < high)]
-            bands.append(Band(low, high, len(inside), float(inside.mean()) if len(inside) else None))
-        return bands
+        return [Band(*band) for band in averages(position, torch.cat([score.losses for score in self.scores]), edges)]
+
+
+def averages(
+    places: torch.Tensor, values: torch.Tensor, edges: Sequence[int]
+) -> Iterator[tuple[int, int, int, float | None]]:
+    """Low and high of every band between neighbouring edges, how many places lie in it, and their values' mean."""
+    for low, high in itertools.pairwise(edges):
+        inside = values[(places >= low) & (places < high)].double()
+        yield low, high, len(inside), float(inside.mean()) if len(inside) else None
 
 
 def perplexity(

@@ -19,7 +19,7 @@ Target = Path | BinaryIO
 # Of a figure inside a page, which may be as narrow as a phone.
 PAGE = {"savefig.format": "svg", "savefig.transparent": True, "font.size": 13, "legend.framealpha": 0}
 INK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-Curves = dict[str, Sequence[dict[str, Any]]]  # encoding: bands with low, high, tokens and loss
+Curves = dict[str, Sequence[dict[str, Any]]]  # encoding: bands with low, high, tokens and loss or gain
 
 
 def length_table(
@@ -95,13 +95,36 @@ def as_svg(plot: Callable[[BinaryIO], None], dark: bool) -> bytes:
         return buffer.getvalue()
 
 
-def plot_bands(path: Target, curves: Curves, trained: int | None) -> None:
-    """Loss by position, one line per encoding."""
+def gain_table(title: str, scores: Scores) -> Table:
+    """What far context is worth, one row per encoding and length; a dash where there are no such tokens."""
+    table = _table(title)
+    for column in ("length", "tokens", "loss", "gain", "within", "beyond", "> 2 nats", "key tokens", "LongPPL"):
+        table.add_column(column, justify="right")
+    for score in scores:
+        gains = (_or_dash(score[name], "+.3f") for name in ("gain", "gain_within", "gain_beyond"))
+        keys = (_or_dash(score["key_tokens"], ",d"), _or_dash(score["long_perplexity"], ".2f"))
+        table.add_row(score["posenc"], f"{score['length']:,}", f"{score['tokens']:,}", f"{score['loss']:.3f}", *gains,
+                      f"{score['share']:.1%}", *keys)  # fmt: skip
+    return table
+
+
+def distance_table(title: str, curves: Curves) -> Table:
+    """Mean gain by how far back a token last occurred, one row per encoding; distance 0 is a token that is new."""
+    table = _table(title)
+    for band in next(iter(curves.values())):
+        table.add_column(_range(band["low"], band["high"]) if band["low"] else "new", justify="right")
+    for posenc, bands in curves.items():
+        table.add_row(posenc, *(_or_dash(band["gain"], "+.3f") for band in bands))
+    return table
+
+
+def plot_bands(path: Target, curves: Curves, trained: int | None, value: str = "loss") -> None:
+    """Loss, or another value in nats, by position, one line per encoding."""
     lines = {}
     for posenc, bands in curves.items():
-        filled = [band for band in bands if band["loss"] is not None]
-        lines[posenc] = ([(b["low"] + b["high"]) / 2 for b in filled], [b["loss"] for b in filled])
-    _plot_lines(path, lines, ("position, tokens", "loss, nats per token"), trained)
+        filled = [band for band in bands if band[value] is not None]
+        lines[posenc] = ([(b["low"] + b["high"]) / 2 for b in filled], [b[value] for b in filled])
+    _plot_lines(path, lines, ("position, tokens", f"{value}, nats per token"), trained)
 
 
 def plot_lengths(path: Target, scores: Scores, value: str, trained: int | None) -> None:
@@ -236,6 +259,10 @@ def _coloured(loss: float | None, base: float | None) -> str:
     if loss is None or base is None:
         return "-"
     return f"{'[green]' if loss < base - 0.05 else '[red]' if loss > base + 0.05 else ''}{loss:.3f}"
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
 def _range(low: int, high: int) -> str:

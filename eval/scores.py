@@ -1,12 +1,16 @@
-"""What follows from counts and percentages: how sure a rate is, and up to which length a model is still good.
+"""What follows from scores: how sure a rate or a difference is, and up to which length a model is still good.
 
 Published "effective lengths" follow different rules, which can differ much on the same numbers: so a rule
 has a name, and every length is reported with its rule.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy
+
+DRAWN_AT_ONCE = 2**22  # numbers of a bootstrap, 32 MiB
 
 
 @dataclass(frozen=True)
@@ -75,3 +79,66 @@ def wilson(hits: float, trials: int, z: float = 1.96) -> tuple[float, float]:
     centre = (hits + z * z / 2) / (trials + z * z)
     half = z / (trials + z * z) * math.sqrt(hits * (trials - hits) / trials + z * z / 4)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def paired_bootstrap(
+    mine: Sequence[float], base: Sequence[float], *, resamples: int = 10_000, seed: int = 0, confidence: float = 0.95
+) -> tuple[float, float | None, float | None]:
+    """Mean difference of two scores of the same units, and its interval (Efron's percentile bootstrap).
+
+    The units (prompts, documents, `blocks` of tokens) are drawn anew with replacement, each with both its scores, so
+    what makes a unit hard for both does not blur their difference. The deviations of the resampled means are widened
+    by √(n/(n−1)), as those of n drawn units are too small by that. Of few units the interval is still too narrow: 95 %
+    are about 88 % with 5 units and 92 % with 10.
+
+    Args:
+        mine: one score per unit.
+        base: what it is compared with, of the same units in the same order.
+
+    Returns:
+        Mean of mine − base, and the low and the high end; both None where there is one unit, which says nothing of
+        how others differ.
+
+    Raises:
+        ValueError: scores that do not pair, no scores, one that is not finite, or a confidence outside 0 to 1.
+    """
+    pair = numpy.asarray(mine, dtype=float), numpy.asarray(base, dtype=float)
+    shapes = [side.shape for side in pair]
+    if pair[0].ndim != 1 or shapes[0] != shapes[1] or not len(pair[0]):
+        raise ValueError(f"scores of shapes {shapes[0]} and {shapes[1]} do not pair: give one of each per unit")
+    if resamples < 1 or not 0 < confidence < 1:
+        raise ValueError(f"resamples={resamples} must be at least 1, confidence={confidence} between 0 and 1")
+    if not numpy.isfinite(pair).all():
+        raise ValueError("a score is infinite or not a number: leave its unit out of both, and say so")
+    differences = pair[0] - pair[1]
+    mean, count = float(differences.mean()), len(differences)
+    if count == 1:
+        return mean, None, None
+    if (differences == differences[0]).all():
+        return float(differences[0]), float(differences[0]), float(differences[0])
+    draw, means = numpy.random.default_rng(seed), numpy.empty(resamples)
+    step = max(1, DRAWN_AT_ONCE // count)
+    for start in range(0, resamples, step):
+        part = means[start : start + step]
+        part[:] = differences[draw.integers(count, size=(len(part), count))].mean(axis=1)
+    tail = (1 - confidence) / 2
+    low, high = mean + math.sqrt(count / (count - 1)) * (numpy.quantile(means, [tail, 1 - tail]) - mean)
+    return mean, float(low), float(high)
+
+
+def blocks(losses: Sequence[float], size: int) -> numpy.ndarray:
+    """Means of consecutive blocks of `size` tokens or a little more, as units of `paired_bootstrap`.
+
+    Tokens next to each other are hard or easy together, so as units they would give too narrow an interval; the means
+    of long blocks hardly know of each other. Every token is in a block: the rest is spread over all of them.
+
+    Args:
+        losses: of the tokens of one document, in their order.
+
+    Raises:
+        ValueError: a size below 1 or above the number of tokens.
+    """
+    if not 1 <= size <= len(losses):
+        raise ValueError(f"blocks of {size} tokens cannot be made of {len(losses)}: give a size from 1 to that")
+    parts = numpy.array_split(numpy.asarray(losses, dtype=float), len(losses) // size)
+    return numpy.array([part.mean() for part in parts])

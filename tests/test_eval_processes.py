@@ -32,7 +32,8 @@ def folder(tmp_path_factory):
 
 def passkey_arguments(folder, root):
     return ["passkey", "--model", folder, "--dtype", "float32", "--device", "cpu", "--lengths", "512",
-            "--depths", "0.5,1", "--trials", "3", "--posenc", "none", "--posenc", "yarn:factor=8", "--results", root]  # fmt: skip
+            "--depths", "0.5,1", "--trials", "3", "--posenc", "none", "--posenc", "yarn:factor=8",
+            "--results", root]  # fmt: skip
 
 
 def samples_of(root):

@@ -1,0 +1,146 @@
+"""Comparisons: units that pair, damage and gain, and reports that say what the numbers say."""
+
+import csv
+import io
+import json
+import re
+
+import numpy
+import pytest
+
+from eval import page
+from eval.compare import BEYOND, BLOCK, WITHIN, Measure, compare, cost, describe, prompt_units, token_units
+from eval.scores import wilson
+
+TRAINED = 1000
+LOSS = Measure(
+    "perplexity", "Loss", token_units("losses", lambda sample: sample["first"], ("text",)), lower=True, nested=True
+)
+PASSKEY = Measure(
+    "passkey", "Pass key", prompt_units(lambda s: 100.0 * s["correct"], ("depth", "trial")), percent=True
+)
+
+
+class Filed:
+    """Samples as a results folder has them."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def select(self, **fields):
+        return [sample for sample in self.samples if fields.items() <= sample.items()]
+
+
+def losses(posenc, length, shift, seed=0):
+    drawn = numpy.random.default_rng([seed, length]).normal(3, 1, length - 1)
+    drawn[TRAINED - 1 :] += shift
+    return {"posenc": posenc, "length": length, "text": "a", "first": 1, "losses": drawn.tolist(), "seconds": 2.0,
+            "memory": length}  # fmt: skip
+
+
+def column(cells, posenc, name):
+    return next(cell for cell in cells if (cell.posenc, cell.column) == (posenc, name))
+
+
+def test_losses_are_split_at_the_trained_length_and_weighted_by_tokens():
+    samples = [
+        losses("none", 3000, 2.0),
+        losses("yarn", 3000, 0.0),
+        losses("none", 500, 2.0),
+        losses("yarn", 500, 0.0),
+    ]
+    cells = compare(LOSS, Filed(samples), ["none", "yarn"], [500, 3000], TRAINED)
+    for sample in samples[:2]:
+        whole = numpy.array(sample["losses"])
+        for name, part in ((WITHIN, whole[: TRAINED - 1]), (BEYOND, whole[TRAINED - 1 :]), (3000, whole)):
+            assert column(cells, sample["posenc"], name).value == pytest.approx(part.mean(), abs=1e-12)
+    beyond, within = column(cells, "yarn", BEYOND), column(cells, "yarn", WITHIN)
+    assert beyond.difference == pytest.approx(-2) and beyond.is_sure and beyond.low <= -2 <= beyond.high
+    assert within.difference == 0 and not within.is_sure
+    assert beyond.units == 2000 // BLOCK and within.units == 999 // BLOCK  # of the longest length alone
+    assert column(cells, "none", BEYOND).difference is None
+
+
+def prompts(posenc, right):
+    return [
+        {"posenc": posenc, "length": length, "depth": depth, "trial": trial, "correct": right(length, depth, trial),
+         "seconds": 1.5, "memory": None}
+        for length in (500, 2000) for depth in (0.0, 1.0) for trial in range(10)
+    ]  # fmt: skip
+
+
+def test_prompts_pair_whatever_the_order_of_their_samples():
+    base = prompts("none", lambda length, depth, trial: length == 500 and trial < 8)
+    mine = prompts("yarn", lambda length, depth, trial: trial < 7)[::-1]
+    cells = compare(PASSKEY, Filed(base + mine), ["none", "yarn"], [500, 2000], TRAINED)
+    within, beyond = column(cells, "yarn", WITHIN), column(cells, "yarn", BEYOND)
+    assert (within.value, within.difference, within.units) == (70, -10, 20)
+    assert within.low < -10 < within.high and within.high - within.low < 40  # two of twenty differ: paired
+    assert (beyond.value, beyond.difference) == (70, 70) and beyond.is_sure
+    assert beyond.interval == tuple(round(100 * end, 1) for end in wilson(14, 20))
+    assert describe(PASSKEY, cells)["effective_length"]["yarn"]["pi_kmax_20"] == 2000
+    assert cost(Filed(base), "none", 500) == {
+        "posenc": "none", "length": 500, "samples": 20, "seconds": 30.0, "memory": None,
+    }  # fmt: skip
+
+
+def test_only_what_all_encodings_have_is_compared():
+    base = prompts("none", lambda length, depth, trial: trial < 8)
+    mine = [sample for sample in prompts("yarn", lambda *_: True) if sample["trial"] < 5]
+    cells = compare(PASSKEY, Filed(base + mine), ["none", "yarn"], [500, 2000], TRAINED)
+    assert column(cells, "none", 500).units == column(cells, "yarn", 500).units == 10
+    assert column(cells, "none", 500).value == 100
+
+
+def test_a_loss_that_is_no_number_is_shown_and_not_compared():
+    broken = losses("pi", 3000, 0.0)
+    broken["losses"][-1] = float("inf")
+    cells = compare(LOSS, Filed([losses("none", 3000, 0.0), broken]), ["none", "pi"], [3000], TRAINED)
+    assert column(cells, "pi", BEYOND).value == float("inf") and column(cells, "pi", BEYOND).difference is None
+
+
+@pytest.fixture
+def comparison():
+    names = ["none", "self_extend:group_size=4,window=2048+yarn:factor=2"]
+    filed = Filed([losses(name, 3000, 2.0 if name == "none" else 0.0) for name in names])
+    asked = Filed([sample for name in names for sample in prompts(name, lambda length, *_: length < TRAINED)])
+    measures = [describe(LOSS, compare(LOSS, filed, names, [3000], TRAINED)),
+                describe(PASSKEY, compare(PASSKEY, asked, names, [500, 2000], TRAINED))]  # fmt: skip
+    found = {
+        "model": "tiny <b>", "trained_length": TRAINED, "dtype": "float32", "device": "cpu", "hardware": "here",
+        "posencs": names, "lengths": [500, 2000, 3000], "measures": measures,
+        "costs": [{"task": "perplexity", **cost(filed, name, 3000)} for name in names],
+        "examples": [{"task": "passkey", "posenc": "none", "length": 500, "wanted": "123", "answer": " <script>1|2",
+                      "score": 0.0}],
+    }  # fmt: skip
+    return json.loads(json.dumps(found))
+
+
+def test_markdown_shows_damage_beside_gain(comparison):
+    text = page.to_markdown(comparison)
+    (row,) = re.findall(r"\| `self_extend[^\n]*-2\.000[^\n]*", text)[:1]
+    assert "+0.000" in row and "*" in row
+    assert "beyond 1,000" in text and "2 times trained" in text and "ruler_85.6" in text
+    widths = {
+        line.count("|")
+        for line in text[text.index("## Within") : text.index("## Loss")].splitlines()
+        if line[:1] == "|"
+    }
+    assert widths == {6}
+
+
+def test_csv_has_a_line_per_cell(comparison):
+    rows = list(csv.DictReader(io.StringIO(page.to_csv(comparison))))
+    assert len(rows) == sum(len(measure["cells"]) for measure in comparison["measures"])
+    (found,) = [r for r in rows if r["task"] == "perplexity" and r["column"] == "beyond" and "yarn" in r["posenc"]]
+    assert float(found["difference"]) == pytest.approx(-2) and found["unit"] == "nats per token"
+
+
+def test_the_page_needs_nothing_beside_itself(comparison):
+    figures = [{"title": "Loss", "light": b"<svg/>", "dark": b"<svg/>"}]
+    html = page.to_html(comparison, figures, json.dumps({"torch": "2.13"}))
+    assert "tiny &lt;b&gt;" in html and "&lt;script&gt;1|2" in html and "<script" not in html
+    assert not re.findall(r'(?:src|href|srcset)="(?!data:)', html) and "url(" not in html and "@import" not in html
+    assert "prefers-color-scheme: dark" in html and 'name="viewport"' in html
+    assert "self_extend:<wbr>group_size=4,<wbr>window=2048+<wbr>yarn" in html
+    assert html.count('class="better"') >= 1
