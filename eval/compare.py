@@ -35,12 +35,15 @@ class Unit:
     weight: int = 1
 
 
+Units = Callable[[Results, str, int, int | None], list[Unit]]
+
+
 @dataclass(frozen=True)
 class Measure:
     """A number that a task yields, and how its samples become units.
 
     Attributes:
-        units: of one sample, given the trained length or None.
+        units: of a folder under one encoding at one length, given the trained length or None.
         percent: values are shares of right answers; else nats per token.
         lower: less is better.
         nested: a longer length reads the same tokens again and more, so that only the longest one counts in sums.
@@ -48,7 +51,7 @@ class Measure:
 
     task: str
     title: str
-    units: Callable[[dict[str, Any], int | None], list[Unit]]
+    units: Units
     percent: bool = False
     lower: bool = False
     nested: bool = False
@@ -77,37 +80,49 @@ class Cell:
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
-def prompt_units(score: Callable[[dict[str, Any]], float], key: Sequence[str]) -> Callable[..., list[Unit]]:
-    """Units of samples that are one prompt each, scored in percent; `key` are the fields that tell prompts apart."""
-
-    def units(sample: dict[str, Any], trained: int | None) -> list[Unit]:
-        beyond = trained is not None and sample["length"] > trained
-        return [Unit(tuple(sample[name] for name in key), sample["length"], beyond, score(sample))]
-
-    return units
-
-
-def token_units(values: str, first: Callable[[dict[str, Any]], int], key: Sequence[str]) -> Callable[..., list[Unit]]:
-    """Units of samples that hold one number per token: means of blocks, none across the trained length.
+def prompt_units(score: Callable[[dict[str, Any]], float], key: Sequence[str], **fields: Any) -> Units:
+    """Units of samples that are one prompt each, scored in percent.
 
     Args:
-        values: field of the numbers.
-        first: position of the first of them in what is read.
+        key: fields that tell prompts apart.
+        fields: of the samples that count.
     """
 
-    def units(sample: dict[str, Any], trained: int | None) -> list[Unit]:
-        numbers, start = sample[values], first(sample)
-        inside = len(numbers) if trained is None else min(max(trained - start, 0), len(numbers))
-        found = []
-        for beyond, part in ((False, numbers[:inside]), (True, numbers[inside:])):
-            means = blocks(part, min(BLOCK, len(part))) if part else []
-            for index, mean in enumerate(means):
-                weight = len(part) // len(means) + (index < len(part) % len(means))
-                name = (*(sample[field] for field in key), beyond, index)
-                found.append(Unit(name, sample["length"], beyond, float(mean), weight))
-        return found
+    def units(results: Results, posenc: str, length: int, trained: int | None) -> list[Unit]:
+        beyond = trained is not None and length > trained
+        samples = results.select(posenc=posenc, length=length, **fields)
+        return [Unit(tuple(sample[name] for name in key), length, beyond, score(sample)) for sample in samples]
 
     return units
+
+
+def token_units(numbers: Callable[[dict[str, Any]], tuple[int, Sequence[float]]], key: Sequence[str]) -> Units:
+    """Units of samples that hold one number per token.
+
+    Args:
+        numbers: of a sample: the position of its first number in what is read, and the numbers.
+        key: fields that tell samples apart.
+    """
+
+    def units(results: Results, posenc: str, length: int, trained: int | None) -> list[Unit]:
+        samples = results.select(posenc=posenc, length=length)
+        named = ((tuple(sample[field] for field in key), *numbers(sample)) for sample in samples)
+        return [unit for name, first, values in named for unit in block_units(name, length, first, values, trained)]
+
+    return units
+
+
+def block_units(key: tuple[Any, ...], length: int, first: int, values: Sequence[float],
+                trained: int | None) -> list[Unit]:  # fmt: skip
+    """Means of blocks of neighbouring tokens, none across the trained length; `first` is the first one's position."""
+    inside = len(values) if trained is None else min(max(trained - first, 0), len(values))
+    found = []
+    for beyond, part in ((False, values[:inside]), (True, values[inside:])):
+        means = blocks(part, min(BLOCK, len(part))) if len(part) else []
+        for index, mean in enumerate(means):
+            weight = len(part) // len(means) + (index < len(part) % len(means))
+            found.append(Unit((*key, beyond, index), length, beyond, float(mean), weight))
+    return found
 
 
 def compare(measure: Measure, results: Results, posencs: Sequence[str], lengths: Iterable[int],
@@ -162,8 +177,7 @@ def cost(results: Results, posenc: str, length: int) -> dict[str, Any]:
 
 def _units(measure: Measure, results: Results, posenc: str, lengths: Sequence[int],
            trained: int | None) -> dict[Any, Unit]:  # fmt: skip
-    samples = (sample for length in lengths for sample in results.select(posenc=posenc, length=length))
-    units = [unit for sample in samples for unit in measure.units(sample, trained)]
+    units = [unit for length in lengths for unit in measure.units(results, posenc, length, trained)]
     return {(unit.length, unit.key): unit for unit in sorted(units, key=lambda unit: (unit.length, str(unit.key)))}
 
 

@@ -14,7 +14,11 @@ from eval.scores import wilson
 
 TRAINED = 1000
 LOSS = Measure(
-    "perplexity", "Loss", token_units("losses", lambda sample: sample["first"], ("text",)), lower=True, nested=True
+    "perplexity",
+    "Loss",
+    token_units(lambda sample: (sample["first"], sample["losses"]), ("text",)),
+    lower=True,
+    nested=True,
 )
 PASSKEY = Measure(
     "passkey", "Pass key", prompt_units(lambda s: 100.0 * s["correct"], ("depth", "trial")), percent=True
