@@ -1,4 +1,4 @@
-"""`python -m eval`: perplexity, passkey, ruler, speed, demo."""
+"""`python -m eval`: perplexity, passkey, ruler, speed, demo, fetch."""
 
 import sys
 
@@ -6,7 +6,7 @@ import typer
 from transformers.utils import logging
 
 from eval import demo
-from eval.commands import console, passkey, perplexity, ruler, speed
+from eval.commands import console, fetch, passkey, perplexity, ruler, speed
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 
@@ -27,6 +27,7 @@ app.command("passkey")(passkey.command)
 app.command("ruler")(ruler.command)
 app.command("speed")(speed.command)
 app.command("demo")(demo.command)
+app.command("fetch")(fetch.command)
 
 if __name__ == "__main__":
     main()

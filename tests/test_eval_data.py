@@ -7,10 +7,11 @@ import struct
 import subprocess
 import tarfile
 import zlib
+from pathlib import Path
 
 import pytest
 
-from eval import data, report
+from eval import data, packages, report
 from eval.rdata import read_strings
 
 
@@ -38,10 +39,10 @@ def registry(monkeypatch):
         state["calls"].append(command)
         if state["works_with"] not in command:
             return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution found")
-        (data.Path(cwd) / data.BROTLI.file).write_bytes(state["archive"])
+        (Path(cwd) / data.BROTLI.file).write_bytes(state["archive"])
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(data.subprocess, "run", run)
+    monkeypatch.setattr(packages.subprocess, "run", run)
     sha256 = hashlib.sha256(state["archive"]).hexdigest()
     package = data.Package(data.BROTLI.requirement, data.BROTLI.file, sha256, data.BROTLI.attempts)
     monkeypatch.setattr(data, "BROTLI", package)
