@@ -112,9 +112,15 @@ def documents(source: str, count: int | None = None) -> dict[str, str]:
     Raises:
         ValueError: there is no such source, it is empty, or a data set comes without a count.
     """
-    if is_dataset(source) and count is None:
-        raise ValueError(f"say how many documents to read from {source}: it may be endless")
+    check_source(source, count)
     return dict(islice(stream(source), count))
+
+
+def check_source(source: str, count: int | None = None) -> None:
+    """Refuses, with a ValueError, a source that cannot be read, or a data set without a count: it may be endless."""
+    stream(source)
+    if is_dataset(source) and count is None:
+        raise ValueError(f"say how many documents to read from {source}, as with --documents: it may be endless")
 
 
 def is_dataset(source: str) -> bool:

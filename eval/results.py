@@ -23,10 +23,12 @@ import hf_posenc
 
 PACKAGES = ("torch", "transformers")
 SCORING = (
+    "documents.py",
     "likelihood.py",
     "passkey.py",
     "perplexity.py",
     "ruler.py",
+    "windows.py",
 )  # of this package; what else it does leaves samples alone
 MEASURING = ("memory.py", "speed.py")  # for the task `speed`
 
