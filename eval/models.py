@@ -150,9 +150,16 @@ def encode(tokenizer: Any, text: str, *, start: bool = True) -> list[int]:
 
     A document has a first BOS where this tokenizer puts one; neither has an EOS, and nothing is cut.
     """
+    bos = bos_of(tokenizer) if start else None
+    return ([] if bos is None else [bos]) + tokenizer(
+        text, add_special_tokens=False, truncation=False, verbose=False
+    ).input_ids
+
+
+def bos_of(tokenizer: Any) -> int | None:
+    """The BOS that this tokenizer puts before a text, None where it puts none."""
     first = tokenizer("").input_ids[:1]
-    bos = first if start and first == [tokenizer.bos_token_id] else []
-    return bos + tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids
+    return first[0] if first == [tokenizer.bos_token_id] else None
 
 
 def numbers(texts: Sequence[str], kind: type = int) -> list[Any]:

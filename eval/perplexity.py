@@ -1,13 +1,13 @@
-"""Perplexity at a context length: exp(Σ NLL / scored tokens), every token scored once, all tokens weighted alike.
+"""Perplexity at a context length: exp(Σ NLL / scored tokens), every token scored at most once, all weighted alike.
 
-Modes:
-    `sliding`  (Press et al., arXiv 2012.15832): a window of `window` tokens moves by `stride`; in each window only
-               the tokens that no earlier window has scored count, so each has at least window − stride before it
-               (with stride = window, the first token of a window has nothing before it and is not scored).
-    `prefix`   one forward over the first `window` tokens of each document (what YaRN's published curves are).
+`eval.windows` says in which modes, and what is done about BOS, which is read and never scored. Bits per byte, which
+also compares models of different tokenizers, is Σ NLL / ln 2 / UTF-8 bytes of the scored text.
 
-The first token of a document, BOS or not, is read and never scored. Averaging the means of windows instead, as several
-published scripts do, weighs the tokens of a short window more and gives another number.
+Two published figures are something else, and are here only to compare with those publications:
+    `yarn`      averages the means of windows instead (also the recipe in transformers' documentation), which weighs
+                the tokens of a window that scores few of them more.
+    `longlora`  averages the loss over the whole of every window, tokens near its start included, though they were
+                scored before. Its documents are one text. (It takes 2.71828 for e: within 0.001 % of exp.)
 """
 
 import itertools
@@ -19,18 +19,7 @@ import torch
 from torch import nn
 
 from eval.likelihood import token_losses
-
-MODES = ("sliding", "prefix")
-
-
-@dataclass(frozen=True)
-class Window:
-    """Tokens `start` … `end`−1 of a document are read, tokens `first` … `end`−1 are scored."""
-
-    document: int
-    start: int
-    end: int
-    first: int
+from eval.windows import TAIL, Window, plan
 
 
 @dataclass(frozen=True)
@@ -53,26 +42,43 @@ class Band:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """All scores of one model at one context length."""
+    """All scores of one model at one context length; `published` is one of `eval.windows.PUBLISHED`, or None."""
 
     scores: list[Score]
+    published: str | None = None
 
     @property
     def scored(self) -> int:
+        """Tokens."""
         return sum(len(score.losses) for score in self.scores)
 
     @property
+    def nats(self) -> float:
+        """Losses of all scored tokens together."""
+        return sum(float(score.losses.double().sum()) for score in self.scores)
+
+    @property
     def loss(self) -> float:
-        """Mean loss of a token, in nats."""
-        return sum(float(score.losses.double().sum()) for score in self.scores) / self.scored
+        """Mean loss of a token, in nats; in what YaRN published, the mean of the windows' means."""
+        if self.published == "yarn":
+            return sum(float(score.losses.double().mean()) for score in self.scores) / len(self.scores)
+        return self.nats / self.scored
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss)
 
+    def bits_per_byte(self, size: int) -> float:
+        """Bits that the scored text takes per byte of it, whatever the weighting of `loss`.
+
+        Args:
+            size: UTF-8 bytes that the scored tokens stand for (`eval.documents.byte_counts`).
+        """
+        return self.nats / math.log(2) / size
+
     def by_position(self, edges: Sequence[int]) -> list[Band]:
         """Loss by how much context a token had: bands of positions in the window, between neighbouring edges."""
-        position = torch.cat([torch.arange(s.window.first, s.window.end) - s.window.start for s in self.scores])
+        position = torch.cat([torch.arange(len(score.losses)) + score.window.position for score in self.scores])
         return [Band(*band) for band in averages(position, torch.cat([score.losses for score in self.scores]), edges)]
 
 
@@ -93,6 +99,10 @@ def perplexity(
     window: int | None = None,
     stride: int | None = None,
     mode: str = "sliding",
+    tail: int = TAIL,
+    sample: int | None = None,
+    bos: int | None = None,
+    published: str | None = None,
     batch_size: int = 1,
     padding_side: str = "right",
 ) -> Perplexity:
@@ -100,19 +110,24 @@ def perplexity(
 
     Args:
         model: a causal language model.
-        ids: one document `(length,)`, several `(documents, length)`, or a list of documents of any lengths.
+        ids: one document `(length,)`, several `(documents, length)`, or a list of documents of any lengths, each with
+            its BOS if it is to have one (for `longlora`, which reads all as one, only the first).
         attention_mask: `(documents, length)`, 0 where `ids` is padding, which is taken out.
         window: tokens that a token can look back over, itself included; by default the longest document.
-        stride: tokens that a sliding window moves; by default half the window.
-        mode: one of `MODES`.
+        stride, mode, tail, sample, published: as `eval.windows.plan` has them.
+        bos: read before every window; a document must start with it.
         batch_size: windows per forward. Changes neither what is scored nor, beyond rounding, the result.
         padding_side: where the shorter windows of a batch are padded, `left` or `right`.
     """
     documents = as_documents(ids, attention_mask)
+    if published == "longlora":
+        documents = [torch.cat(documents)]
+    if bos is not None and any(document[0] != bos for document in documents):
+        raise ValueError(f"with bos={bos} every document must start with that token, as its first window does")
     lengths = [len(document) for document in documents]
     window = window or max(lengths)
-    windows = plan(lengths, window, stride, mode)
-    return Perplexity(list(score(model, documents, windows, batch_size, padding_side)))
+    windows = plan(lengths, window, stride, mode, tail=tail, sample=sample, bos=bos, published=published)
+    return Perplexity(list(score(model, documents, windows, batch_size, padding_side)), published)
 
 
 def as_documents(
@@ -131,40 +146,6 @@ def as_documents(
     return rows
 
 
-def plan(lengths: Sequence[int], window: int, stride: int | None = None, mode: str = "sliding") -> list[Window]:
-    """The windows over documents of these lengths.
-
-    Raises:
-        ValueError: a stride that would skip tokens, or, in `prefix` mode, a document shorter than the window.
-    """
-    if mode not in MODES:
-        raise ValueError(f"mode {mode!r} is unknown; choose one of {', '.join(MODES)}")
-    if window < 2:
-        raise ValueError(f"a window of {window} tokens scores nothing; it needs at least 2")
-    if mode == "prefix":
-        if min(lengths) < window:
-            raise ValueError(
-                f"a document has {min(lengths)} tokens, fewer than the length {window}; take a longer one"
-            )
-        return [Window(document, 0, window, 1) for document in range(len(lengths))]
-    stride = window // 2 if stride is None else stride
-    if not 1 <= stride <= window:
-        raise ValueError(f"stride {stride} must lie between 1 and the window, {window}: else tokens are never scored")
-    return [found for document, length in enumerate(lengths) for found in _slide(document, length, window, stride)]
-
-
-def _slide(document: int, length: int, window: int, stride: int) -> Iterator[Window]:
-    scored = 0
-    for start in range(0, length, stride):
-        end = min(start + window, length)
-        first = max(scored, start + 1)
-        if first < end:
-            yield Window(document, start, end, first)
-        scored = end
-        if end == length:
-            return
-
-
 def score(
     model: nn.Module,
     documents: Sequence[torch.Tensor],
@@ -177,7 +158,7 @@ def score(
         raise ValueError(f"batch_size {batch_size} must be at least 1, padding_side {padding_side!r} left or right")
     for index in range(0, len(windows), batch_size):
         batch = windows[index : index + batch_size]
-        rows = [documents[window.document][window.start : window.end] for window in batch]
+        rows = [_read(documents[window.document], window) for window in batch]
         longest = max(len(row) for row in rows)
         offsets = [longest - len(row) if padding_side == "left" else 0 for row in rows]
         ids = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -185,8 +166,13 @@ def score(
         for line, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
             ids[line, offset : offset + len(row)] = row
             mask[line, offset : offset + len(row)] = 1
-        firsts = [window.first - window.start + offset for window, offset in zip(batch, offsets, strict=True)]
+        firsts = [window.position + offset for window, offset in zip(batch, offsets, strict=True)]
         losses = token_losses(model, ids, mask, first=min(firsts)).cpu()
         for line, (window, first) in enumerate(zip(batch, firsts, strict=True)):
             begin = first - min(firsts)
             yield Score(window, losses[line, begin : begin + window.end - window.first])
+
+
+def _read(document: torch.Tensor, window: Window) -> torch.Tensor:
+    row = document[window.start : window.end]
+    return row if window.bos is None else torch.cat([row.new_tensor([window.bos]), row])

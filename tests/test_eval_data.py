@@ -7,10 +7,14 @@ import struct
 import subprocess
 import tarfile
 import zlib
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from eval import data, report
+from eval import data, packages, report
+from eval.__main__ import app
+from eval.commands import fetch
 from eval.rdata import read_strings
 
 
@@ -38,10 +42,10 @@ def registry(monkeypatch):
         state["calls"].append(command)
         if state["works_with"] not in command:
             return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution found")
-        (data.Path(cwd) / data.BROTLI.file).write_bytes(state["archive"])
+        (Path(cwd) / data.BROTLI.file).write_bytes(state["archive"])
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(data.subprocess, "run", run)
+    monkeypatch.setattr(packages.subprocess, "run", run)
     sha256 = hashlib.sha256(state["archive"]).hexdigest()
     package = data.Package(data.BROTLI.requirement, data.BROTLI.file, sha256, data.BROTLI.attempts)
     monkeypatch.setattr(data, "BROTLI", package)
@@ -73,6 +77,69 @@ def test_another_release_is_refused_and_not_kept(registry, cache):
     with pytest.raises(ValueError, match="sha256"):
         data.text("story")
     assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def debian(monkeypatch):
+    """apt-get that delivers a package with two files of documentation."""
+    files = {"library/re.rst.txt": b"re\n==\n", "about.rst.txt": b"About\n"}
+
+    def run(command, cwd, **options):
+        if command[0] == "apt-get":
+            (Path(cwd) / "python3.11-doc_3.11_all.deb").write_bytes(b"")
+        for name, content in files.items() if command[0] == "dpkg" else ():
+            path = Path(cwd) / "tree/usr/share/doc/python3.11/html/_sources" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(packages.subprocess, "run", run)
+    monkeypatch.setattr(packages.shutil, "which", lambda name: name)
+    sha256 = hashlib.sha256(b"About\nre\n==\n").hexdigest()
+    monkeypatch.setitem(data.TEXTS, "python_docs", data.Text("python", "html/_sources", sha256))
+    return files
+
+
+def test_a_text_of_many_files(debian):
+    assert data.text("python_docs") == "About\nre\n==\n"
+    expected = {"python_docs/about.rst.txt": "About\n", "python_docs/library/re.rst.txt": "re\n==\n"}
+    debian.clear()  # from here on out of the cache
+    assert data.documents("python_docs") == expected
+    assert data.documents("python_docs", 1) == dict(list(expected.items())[:1])
+
+
+def test_another_release_of_many_files_is_refused_and_not_kept(debian, cache):
+    debian["about.rst.txt"] = b"Changed\n"
+    with pytest.raises(ValueError, match="sha256"):
+        data.documents("python_docs")
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def test_without_apt_it_is_said_what_to_do(monkeypatch):
+    monkeypatch.setattr(packages.shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match=r"Debian package python3\.11-doc; without apt-get use --text FOLDER"):
+        data.text("python_docs")
+
+
+def test_fetching_lists_what_is_kept(registry, cache, monkeypatch):
+    def convert(folder):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(data, "_convert_smollm2", convert)
+    story = fetch.fetch("story")
+    assert (story.size, story.sha256) == (29, data.TEXTS["story"].sha256) and story.path.read_bytes()[:7] == b"preface"
+    model = fetch.fetch("smollm2")
+    assert (model.size, model.sha256) == (9, hashlib.sha256(b"weights").hexdigest()) and model.path.is_dir()
+    done = CliRunner().invoke(app, ["fetch", "story", "python_topics", "story"])
+    lines = done.output.splitlines()
+    assert len(lines) == 2 and lines[0].split() == ["story", "29", "bytes", story.sha256, str(story.path)]
+    story.path.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="has changed since it was fetched: remove it"):
+        fetch.fetch("story")
+    unknown = CliRunner().invoke(app, ["fetch", "stories"])
+    assert isinstance(unknown.exception, ValueError) and "choose from smollm2, alice" in str(unknown.exception)
 
 
 def test_files_and_unknown_names(tmp_path):

@@ -1,4 +1,4 @@
-"""Perplexity against a double loop over full logits, and chunked losses against the model's own."""
+"""Perplexity against a forward per token and a loop over windows, and chunked losses against the model's own."""
 
 import math
 
@@ -154,6 +154,107 @@ def test_loss_by_position(llama):
     assert bands[2].loss is None
 
 
+DOCUMENTS = [tokens(50)[:50].tolist(), tokens(33, seed=2).tolist(), tokens(41, seed=3).tolist()]
+BOS = 7
+MODES = {
+    "sliding": {"window": 16, "stride": 5},
+    "sliding by half": {"window": 16},
+    "sliding by all but one": {"window": 16, "stride": 15},
+    "nonoverlap": {"window": 16, "mode": "nonoverlap"},
+    "prefix": {"window": 30, "mode": "prefix"},
+    "tail": {"window": 13, "mode": "tail", "tail": 4},
+    "tail of longer samples": {"window": 13, "mode": "tail", "tail": 4, "sample": 20},
+}
+
+
+def contexts(document, bos, window, mode="sliding", stride=None, tail=None, sample=None):
+    """By the words of each mode: every scored token and exactly the tokens that stand before it."""
+    found = {}
+    for token in range(1, len(document)):
+        if mode == "prefix":
+            start = 0 if token < window else None
+        elif mode == "tail":
+            sample = sample or window
+            end = (token // sample + 1) * sample
+            start = end - window if end - tail <= token and end <= len(document) else None
+        elif mode == "nonoverlap" and bos is not None:
+            start = max(0, (token - 1) // (window - 1) * (window - 1))
+        elif mode == "nonoverlap":
+            start = token // window * window
+        else:
+            step = stride or window // 2
+            start = next(start for start in range(0, token, step) if token < start + window)
+        if start is None or start == token:
+            continue
+        found[token] = document[start:token] if bos is None or start == 0 else [bos, *document[start + 1 : token]]
+    return found
+
+
+def loss_of(model, context, token):
+    with torch.no_grad():
+        return -float(model(torch.tensor([context])).logits[0, -1].double().log_softmax(-1)[token])
+
+
+@pytest.mark.parametrize("bos", [None, BOS])
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_against_a_forward_per_token(llama, name, bos):
+    documents = [[BOS, *document[1:]] if bos is not None else document for document in DOCUMENTS]
+    expected = {
+        (number, token): loss_of(llama, context, document[token])
+        for number, document in enumerate(documents)
+        for token, context in contexts(document, bos, **MODES[name]).items()
+    }
+    for batch_size, side in [(1, "right"), (2, "right"), (3, "right"), (2, "left"), (3, "left")]:
+        scores = perplexity(llama, documents, bos=bos, batch_size=batch_size, padding_side=side, **MODES[name]).scores
+        found = [
+            ((score.window.document, token), float(loss))
+            for score in scores
+            for token, loss in zip(range(score.window.first, score.window.end), score.losses, strict=True)
+        ]
+        assert len(found) == len(expected) and dict(found).keys() == expected.keys()
+        assert dict(found) == pytest.approx(expected, abs=1e-5)
+
+
+def test_positions_count_the_bos(llama):
+    document = [BOS, *DOCUMENTS[0][1:]]
+    found = perplexity(llama, [document], window=10, mode="nonoverlap", bos=BOS)
+    counted = {band.low: band.tokens for band in found.by_position(range(11))}
+    assert counted == {0: 0, **dict.fromkeys(range(1, 5), 6), **dict.fromkeys(range(5, 10), 5)}
+
+
+def test_all_lengths_score_the_same_tail():
+    plans = [plan([50, 41], window, mode="tail", tail=4, sample=20) for window in (5, 13, 20)]
+    scored = [[(window.document, window.first, window.end) for window in windows] for windows in plans]
+    assert scored[0] == [(0, 16, 20), (0, 36, 40), (1, 16, 20), (1, 36, 40)] and scored[1:] == scored[:1] * 2
+    assert [[window.end - window.start for window in windows] for windows in plans] == [[5] * 4, [13] * 4, [20] * 4]
+
+
+def test_yarn_averages_the_means_of_windows(llama):
+    ids = tokens(1, 50)
+    found = perplexity(llama, ids, window=16, stride=8, published="yarn")
+    assert found.perplexity == pytest.approx(425.07, abs=6e-3)
+    token_weighted = perplexity(llama, ids, window=16, stride=8)
+    assert token_weighted.perplexity == pytest.approx(417.284, abs=6e-4)
+    assert found.bits_per_byte(100) == token_weighted.bits_per_byte(100)
+    means = []
+    for start in range(0, 49, 8):
+        window = ids[:, start : start + 16]
+        fresh = 15 if start == 0 else min(start + 16, 50) - (start + 8)
+        means.append(full_losses(llama, window)[0, -fresh:].double().mean())
+        if start + 16 >= 50:
+            break
+    assert found.loss == pytest.approx(float(sum(means)) / len(means), abs=1e-6)
+
+
+def test_longlora_scores_whole_windows_of_the_joined_documents(llama):
+    found = perplexity(llama, DOCUMENTS, window=16, stride=6, published="longlora", batch_size=3)
+    joined = torch.tensor([[*DOCUMENTS[0], *DOCUMENTS[1], *DOCUMENTS[2]]])
+    starts = list(range(0, 124 - 16, 6))[:-1]
+    losses = [full_losses(llama, joined[:, start : start + 16]).double().mean() for start in starts]
+    assert [score.window.start for score in found.scores] == starts and found.scored == 15 * len(starts)
+    assert found.loss == pytest.approx(float(sum(losses)) / len(losses), abs=1e-6)
+
+
 @pytest.mark.parametrize("length", [2, 15, 16, 17, 50, 64])
 @pytest.mark.parametrize("stride", [1, 5, 8, 15])
 def test_windows_score_every_token_but_the_first_once(length, stride):
@@ -169,10 +270,19 @@ def test_windows_score_every_token_but_the_first_once(length, stride):
         ({"window": 16, "stride": 17}, "stride 17"),
         ({"window": 16, "stride": 0}, "stride 0"),
         ({"window": 1}, "at least 2"),
-        ({"window": 16, "mode": "slide"}, "sliding, prefix"),
+        ({"window": 16, "mode": "slide"}, "sliding, nonoverlap, prefix, tail"),
         ({"window": 51, "mode": "prefix"}, "take a longer one"),
         ({"window": 16, "padding_side": "both"}, "left or right"),
         ({"window": 16, "batch_size": 0}, "at least 1"),
+        ({"window": 16, "bos": 5}, "must start with that token"),
+        ({"window": 16, "stride": 8, "mode": "nonoverlap"}, "leave it out"),
+        ({"window": 16, "mode": "tail", "tail": 16}, "shorter than the length 16"),
+        ({"window": 16, "mode": "tail", "tail": 0}, "1 or more"),
+        ({"window": 16, "mode": "tail", "tail": 2, "sample": 15}, "samples of 15 tokens"),
+        ({"window": 16, "mode": "tail", "tail": 2, "sample": 51}, "take a longer one"),
+        ({"window": 16, "published": "press"}, "yarn, longlora"),
+        ({"window": 16, "published": "longlora", "mode": "tail", "tail": 2}, "are sliding windows"),
+        ({"window": 48, "published": "longlora"}, "nothing to score"),
     ],
 )
 def test_wrong_arguments(llama, arguments, words):

@@ -241,7 +241,12 @@ def test_passkey_command_counts_every_cell(folder, tmp_path):
         (["--lengths", "99999"], "shorter length"),
         (["--posenc", "yran:factor=2"], "yarn"),
         (["--lengths", "many"], "should be numbers"),
-        (["--mode", "tail", "--lengths", "32"], "sliding, prefix"),
+        (["--mode", "tails", "--lengths", "32"], "sliding, nonoverlap, prefix, tail"),
+        (["--mode", "tail", "--lengths", "32"], "a tail of 1024 tokens must be shorter"),
+        (["--mode", "prefix", "--stride", "8"], "a stride is of sliding windows"),
+        (["--published", "press"], "yarn, longlora"),
+        (["--bos", "both"], "document, window, none"),
+        (["--bos", "window", "--lengths", "32"], "puts no BOS"),
         (["--text", "no-such-text"], "paradise_lost"),
     ],
 )
