@@ -1,4 +1,4 @@
-"""`python -m eval`: perplexity, passkey, ruler, speed, demo."""
+"""`python -m eval`: perplexity, passkey, needle, ruler, speed, demo."""
 
 import sys
 
@@ -6,7 +6,7 @@ import typer
 from transformers.utils import logging
 
 from eval import demo
-from eval.commands import console, passkey, perplexity, ruler, speed
+from eval.commands import console, needle, passkey, perplexity, ruler, speed
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 
@@ -24,6 +24,7 @@ def main() -> None:
 
 app.command("perplexity")(perplexity.command)
 app.command("passkey")(passkey.command)
+app.command("needle")(needle.command)
 app.command("ruler")(ruler.command)
 app.command("speed")(speed.command)
 app.command("demo")(demo.command)

@@ -23,9 +23,13 @@ import hf_posenc
 
 PACKAGES = ("torch", "transformers")
 SCORING = (
+    "grading.py",
+    "haystack.py",
     "likelihood.py",
+    "needle.py",
     "passkey.py",
     "perplexity.py",
+    "retrieval.py",
     "ruler.py",
 )  # of this package; what else it does leaves samples alone
 MEASURING = ("memory.py", "speed.py")  # for the task `speed`
