@@ -23,10 +23,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from eval import data, models, report
 from eval.commands import Device, ModelName, PosEncs, Root, console, identity, progress, sha256
 from eval.commands.perplexity import bands
+from eval.haystack import Prompt
 from eval.likelihood import token_losses
-from eval.passkey import KEY, QUESTION, Prompt, answer_tokens, ask, new_cache
+from eval.passkey import KEY, QUESTION, SCORING, answer_tokens
 from eval.perplexity import Perplexity, Score, Window
 from eval.results import Results
+from eval.retrieval import ask, new_cache
 
 POSENCS = (models.NONE, "pi:factor=2", "yarn:factor=2", "dynamic_ntk")
 DEPTH = 0.3  # of the note in the text: so the question comes 1.4 trained lengths after it
@@ -93,7 +95,7 @@ def hide(tokenizer: Any, text: str, length: int, depth: float = DEPTH, seed: int
         raise ValueError(f"length {length} is too short for the note and the question: give a longer --length")
     if len(ids) < read:
         raise ValueError(f"the text has {len(ids)} tokens, {read} are needed: give a longer --text or less --length")
-    return Prompt(length, depth, 0, key, len(before), ids[:read] + question, []), read
+    return Prompt(length, depth, 0, [key], len(before), ids[:read] + question, [], answer_tokens(len(key))), read
 
 
 def read_and_answer(
@@ -132,10 +134,12 @@ def _show(samples: list[dict[str, Any]], prompt: Prompt, trained: int | None, pa
     console.print(report.band_table("Loss by position, nats per token", curves, trained))
     report.plot_bands(path, curves, trained)
     distance = len(prompt.ids) - prompt.key_position
-    table = Table(title=f"What was the pass key, {distance:,} tokens ago? {prompt.key}", title_justify="left")
+    table = Table(
+        title=f"What was the pass key, {distance:,} tokens ago? {prompt.references[0]}", title_justify="left"
+    )
     for column in ("posenc", "answer", ""):
         table.add_column(column, overflow="fold")
     for sample in samples:
-        verdict = "[green]right[/]" if sample["correct"] else "[red]wrong[/]"
+        verdict = "[green]right[/]" if sample["correct"][SCORING] else "[red]wrong[/]"
         table.add_row(sample["posenc"], escape(repr(sample["answer"])[1:-1]), verdict)
     console.print(table)

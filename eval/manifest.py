@@ -18,8 +18,8 @@ from torch import nn
 import hf_posenc
 from eval import models, processes
 from eval.likelihood import read_on
-from eval.passkey import new_cache
 from eval.results import Results
+from eval.retrieval import new_cache
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "lm_eval", "hf-posenc")
 NEW_TOKENS = 8

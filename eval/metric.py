@@ -11,7 +11,7 @@ from typing import Any
 import evaluate
 from datasets import Features, Value
 
-from eval.passkey import is_correct
+from eval.grading import FIRST_NUMBER, grade
 from eval.scores import wilson
 
 
@@ -19,6 +19,7 @@ class PasskeyScore(evaluate.Metric):  # type: ignore[misc]
     """Accuracy in percent and its 95 % interval, of generated answers (`predictions`) to keys (`references`).
 
     Keys are text, not numbers, so that leading zeros count. An answer is what was generated, without its prompt.
+    `compute(..., scoring="substring")` grades otherwise; `exact_tokens` needs tokens, and here there is only text.
     """
 
     def _info(self) -> evaluate.MetricInfo:
@@ -29,8 +30,11 @@ class PasskeyScore(evaluate.Metric):  # type: ignore[misc]
             features=Features({"predictions": Value("string"), "references": Value("string")}),
         )
 
-    def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
-        correct = sum(is_correct(answer, key) for answer, key in zip(predictions, references, strict=True))
+    def _compute(
+        self, predictions: Sequence[str], references: Sequence[str], scoring: str = FIRST_NUMBER
+    ) -> dict[str, Any]:
+        pairs = zip(predictions, references, strict=True)
+        correct = sum(int(grade(scoring, answer, [key])) for answer, key in pairs)
         low, high = wilson(correct, len(predictions))
         return {
             "accuracy": 100 * correct / len(predictions), "correct": correct, "prompts": len(predictions),

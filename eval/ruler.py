@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from eval.haystack import FILL
 from eval.models import encode
-from eval.passkey import FILL
 from eval.ruler_tasks import TASKS
 
 EXTRA_TOKENS = 5  # of the answer, beside the references

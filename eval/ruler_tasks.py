@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from eval.passkey import FILLER, SHORT_FILLER
+from eval.haystack import FILLER, SHORT_FILLER
 
 DEPTHS = 40
 HOPS = 4

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from eval import demo
 from eval.__main__ import app
 from eval.models import applied
-from eval.passkey import QUESTION, ask
+from eval.passkey import QUESTION
 from eval.perplexity import perplexity
+from eval.retrieval import ask
 
 STORY = "".join(f"Line {number} of a story.\nAnd one more.\n\n" for number in range(300))
 
@@ -22,7 +23,7 @@ def test_the_note_is_hidden_in_the_text():
     prompt, read = demo.hide(tokenizer, STORY, 4000)
     text = tokenizer.decode(prompt.ids[:read])
     assert tokenizer.decode(prompt.ids[read:]) == QUESTION
-    assert len(prompt.ids) == 4000 - 10 and text.count(prompt.key) == 2
+    assert len(prompt.ids) == 4000 - 10 and text.count(prompt.references[0]) == 2
     before, after = text[: prompt.key_position], text[prompt.key_position :]
     assert before.endswith("one more.\n\n") and after.startswith("The pass key is")
     assert (before + after.partition("\n\n")[2]) == STORY[: read - after.index("\n\n") - 2]

@@ -24,13 +24,15 @@ def metric(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_it_scores_stubs_as_passkey_does(metric, name):
-    answer, expected = ANSWERS[name]
+    answer, (expected, anywhere, _) = ANSWERS[name]
     tokenizer = TOKENIZERS["words"]
     answers = list(passkey(Stub(tokenizer, answer), tokenizer, [512], trials=1))
-    found = metric.compute(predictions=[a.answer for a in answers], references=[a.key for a in answers])
+    found = metric.compute(predictions=[a.answer for a in answers], references=[a.references[0] for a in answers])
     low, high = wilson(found["correct"], 5)
     assert found == {"accuracy": expected, "correct": expected // 20, "prompts": 5,
                      "interval": pytest.approx([100 * low, 100 * high])}  # fmt: skip
+    pairs = {"predictions": [a.answer for a in answers], "references": [a.references[0] for a in answers]}
+    assert metric.compute(**pairs, scoring="substring")["accuracy"] == anywhere
 
 
 def test_batches_add_up_and_zeros_count(metric):
@@ -43,3 +45,9 @@ def test_batches_add_up_and_zeros_count(metric):
 def test_nothing_to_score(metric):
     with pytest.raises(ValueError, match="at least one trial"):
         metric.compute(predictions=[], references=[])
+
+
+@pytest.mark.parametrize(("scoring", "words"), [("exact_tokens", "needs the tokens"), ("rouge", "choose one of")])
+def test_scorings_that_text_alone_does_not_allow(metric, scoring, words):
+    with pytest.raises(ValueError, match=words):
+        metric.compute(predictions=["12345"], references=["12345"], scoring=scoring)

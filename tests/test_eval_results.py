@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import hf_posenc
 from eval.__main__ import app, main
 from eval.commands import passkey, perplexity
+from eval.grading import SCORINGS
 from eval.models import applied, encode, fingerprint, full_names, load, numbers, quickest_dtype, trained_length
 from eval.results import Results
 
@@ -216,9 +217,16 @@ def test_passkey_command_counts_every_cell(folder, tmp_path):
     path = only(tmp_path) / "samples.jsonl"
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(samples) == 8
-    by_posenc = {name: [s["key"] for s in samples if s["posenc"] == name] for name in ("none", "yarn:factor=8")}
+    by_posenc = {
+        name: [s["references"][0] for s in samples if s["posenc"] == name] for name in ("none", "yarn:factor=8")
+    }
     assert by_posenc["none"] == by_posenc["yarn:factor=8"] and len(set(by_posenc["none"])) == 4
-    path.write_text("".join(json.dumps({**sample, "correct": sample["depth"] == 0}) + "\n" for sample in samples[:-1]))
+    path.write_text(
+        "".join(
+            json.dumps({**sample, "correct": dict.fromkeys(SCORINGS, float(sample["depth"] == 0))}) + "\n"
+            for sample in samples[:-1]
+        )
+    )
     output = run(*arguments)  # asks the one that is missing, and scores what is filed
     assert "50% (2/4, 15-85)" in output and "pi_kmax_20" in output
     assert len(path.read_text().splitlines()) == 8

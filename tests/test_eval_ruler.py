@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from eval import data, ruler_tasks
 from eval.__main__ import app
 from eval.commands import ruler as commands
-from eval.passkey import FILLER
+from eval.haystack import FILLER
 from eval.ruler import build, ruler, string_match_all, string_match_part
 from eval.ruler_tasks import ADJECTIVES, FRAMES, NOUNS, TASKS
 
