@@ -8,7 +8,7 @@ from rich.markup import escape
 from transformers.utils import logging
 
 from eval import demo, processes
-from eval.commands import console, fetch, gain, needle, passkey, perplexity, ruler, speed
+from eval.commands import compare, console, fetch, gain, needle, passkey, perplexity, ruler, speed
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 
@@ -30,6 +30,7 @@ app.command("gain")(gain.command)
 app.command("passkey")(passkey.command)
 app.command("needle")(needle.command)
 app.command("ruler")(ruler.command)
+app.command("compare")(compare.command)
 app.command("speed")(speed.command)
 app.command("demo")(demo.command)
 app.command("fetch")(fetch.command)

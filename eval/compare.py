@@ -155,13 +155,13 @@ def describe(measure: Measure, cells: Sequence[Cell]) -> dict[str, Any]:
     """What a report shows of a measure, as JSON; effective lengths for shares of right answers."""
     scores: dict[str, dict[int, float]] = {}
     for cell in cells:
-        if isinstance(cell.column, int):
+        if measure.percent and isinstance(cell.column, int):
             scores.setdefault(cell.posenc, {})[cell.column] = cell.value
     effective = {posenc: effective_lengths(by_length) for posenc, by_length in scores.items()}
     return {
         "task": measure.task, "title": measure.title, "unit": "%" if measure.percent else "nats per token",
         "better": "lower" if measure.lower else "higher", "cells": [{**asdict(c), "sure": c.is_sure} for c in cells],
-        "effective_length": effective if measure.percent else {},
+        "effective_length": effective,
     }  # fmt: skip
 
 

@@ -27,16 +27,25 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the largest logit; 
 
 
 def write_manifest(
-    results: Results, model: nn.Module, tokenizer: Any, posencs: Sequence[str], check: int = 0
+    results: Results,
+    model: nn.Module,
+    tokenizer: Any,
+    posencs: Sequence[str],
+    *,
+    length: int,
+    check: int = 0,
+    tasks: Sequence[Results] = (),
 ) -> dict[str, Any]:
     """Writes `manifest.json` into a results folder.
 
     Args:
-        posencs: the encodings of this run.
-        check: tokens of the check of each; 0 leaves it out.
+        posencs: the encodings of this run, by their full names.
+        length: the longest that was read, in tokens.
+        check: tokens of the check of each encoding, at most `length`; 0 leaves it out.
+        tasks: folders whose samples count too.
     """
-    samples = list(results.samples.values())
-    longest = max((sample.get("length") or 0 for sample in samples), default=0)
+    samples = [sample for folder in (results, *tasks) for sample in folder.samples.values()]
+    check = min(check, length - NEW_TOKENS)
     content = {
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -44,12 +53,12 @@ def write_manifest(
         "model_type": model.config.model_type,
         "trained_length": models.trained_length(model),
         "tokenizer_class": type(tokenizer).__name__,
-        "encodings": [_encoding(model, name, min(check, longest)) for name in posencs],
+        "encodings": [_encoding(model, name, check) for name in posencs],
         "samples": len(samples),
         "truncated": sum(sample.get("truncated", 0) for sample in samples),
         "code": results.config["code"],
         "versions": {"python": platform.python_version(), **_versions()},
-        "hardware": _hardware(model),
+        "hardware": hardware(model),
         "processes": processes.count(),
         "threads": torch.get_num_threads(),
     }
@@ -110,7 +119,8 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES if name.replace("-", "_") in installed}
 
 
-def _hardware(model: nn.Module) -> dict[str, Any]:
+def hardware(model: nn.Module) -> dict[str, Any]:
+    """Device, its name and the system."""
     device = models.input_device(model)
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {"device": device.type, "name": named, "system": platform.platform()}

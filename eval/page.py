@@ -39,6 +39,8 @@ def to_markdown(comparison: Comparison) -> str:
         parts += [f"## {measure['title']}, by length", _markdown_table(by_length(measure, comparison))]
         if measure["effective_length"]:
             parts += ["Longest length that is still good, by rule:", _markdown_table(effective(measure))]
+    if comparison["examples"]:
+        parts += ["## Answers", _markdown_table(examples(comparison))]
     parts += ["## Cost", _markdown_table(costs(comparison))]
     parts.append(f"Trained length: {trained} tokens. Differences are to `{comparison['posencs'][0]}`, with 95 % "
                  "intervals of a paired bootstrap; an asterisk marks those that leave out 0.")  # fmt: skip
@@ -61,7 +63,7 @@ def to_html(comparison: Comparison, figures: Sequence[Mapping[str, Any]], manife
     """One self-contained page, in light and in dark.
 
     Args:
-        figures: each with a `title` and SVG as bytes, `light` and `dark`.
+        figures: each with the title of its `measure`, a `caption`, and SVG as bytes, `light` and `dark`.
         manifest: shown at the end, folded.
     """
     environment = Environment(loader=PackageLoader("eval", "templates"), autoescape=True, undefined=StrictUndefined,
@@ -70,8 +72,9 @@ def to_html(comparison: Comparison, figures: Sequence[Mapping[str, Any]], manife
     environment.filters["data"] = lambda svg: "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
     return environment.get_template("compare.html").render(
         title=title(comparison), intro=intro(comparison), comparison=comparison, summary=summary(comparison),
-        measures=[(m, by_length(m, comparison), effective(m)) for m in comparison["measures"]],
-        costs=costs(comparison), examples=examples(comparison), figures=figures, manifest=manifest,
+        measures=[(m, by_length(m, comparison), effective(m), [f for f in figures if f["measure"] == m["title"]])
+                  for m in comparison["measures"]],
+        costs=costs(comparison), examples=examples(comparison), manifest=manifest,
     )  # fmt: skip
 
 
@@ -90,19 +93,14 @@ def intro(comparison: Comparison) -> str:
 
 
 def summary(comparison: Comparison) -> Rows:
-    """Per measure the value within the trained length, and beyond it."""
+    """Two lines per measure, within the trained length and beyond it; one column per encoding."""
     trained = comparison["trained_length"]
-    head = [Entry("encoding")]
+    rows = [[Entry("measure"), *(Entry(posenc, code=True) for posenc in comparison["posencs"])]]
     for measure in comparison["measures"]:
         for column in _parts(measure):
             place = f"{'up to' if column == WITHIN else 'beyond'} {_count(trained)}" if trained else "all lengths"
-            head.append(Entry(measure["title"], f"{place} · {measure['better']} is better"))
-    rows = [head]
-    for posenc in comparison["posencs"]:
-        found = [Entry(posenc, code=True)]
-        for measure in comparison["measures"]:
-            found += [_entry(measure, posenc, column) for column in _parts(measure)]
-        rows.append(found)
+            head = Entry(f"{measure['title']}, {place}", f"{measure['better']} is better")
+            rows.append([head, *(_entry(measure, posenc, column) for posenc in comparison["posencs"])])
     return rows
 
 
@@ -144,9 +142,9 @@ def examples(comparison: Comparison) -> Rows:
     rows = [[Entry(text) for text in ("task", "encoding", "tokens", "wanted", "answer")]]
     for found in comparison["examples"]:
         mark = "better" if found["score"] == 100 else "worse" if found["score"] == 0 else ""
-        texts = _count(found["length"]), _cut(found["wanted"])
-        rows.append([Entry(found["task"]), Entry(found["posenc"], code=True), *map(Entry, texts),
-                     Entry(_cut(found["answer"]), mark=mark)])  # fmt: skip
+        told = f"told {_count(found['told'])} tokens before" if found["told"] else ""
+        rows.append([Entry(found["task"]), Entry(found["posenc"], code=True), Entry(_count(found["length"])),
+                     Entry(_cut(found["wanted"]), told), Entry(_cut(found["answer"]), mark=mark)])  # fmt: skip
     return rows
 
 
@@ -160,6 +158,8 @@ def _entry(measure: Mapping[str, Any], posenc: str, column: int | str) -> Entry:
     if cell["difference"] is None:
         return Entry(text, "" if cell["interval"] is None else "{:.0f} to {:.0f}".format(*cell["interval"]))
     note = f"{cell['difference']:+.{digits}f}"
+    if cell["low"] == cell["high"] == 0:
+        return Entry(text, "the same everywhere")
     if cell["low"] is not None:
         note += f" ({cell['low']:+.{digits}f} to {cell['high']:+.{digits}f})"
     better = (cell["difference"] < 0) == (measure["better"] == "lower")

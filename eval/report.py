@@ -196,7 +196,7 @@ def _plot_lines(path: Target, lines: dict[str, tuple[list[float], list[float]]],
         axes.plot(x, y, label=name, marker="o" if len(x) < 12 else "", linewidth=1.6)
     if trained is not None:
         axes.axvline(trained, color="grey", linestyle="--", linewidth=1, label=f"trained length {trained:,}")
-    axes.set(xlabel=labels[0], ylabel=labels[1])
+    axes.set(xlabel=labels[0], ylabel=labels[1], ylim=(-3, 103) if labels[1] == "%" else None)
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     _save(figure, path)

@@ -114,7 +114,8 @@ def comparison():
         "model": "tiny <b>", "trained_length": TRAINED, "dtype": "float32", "device": "cpu", "hardware": "here",
         "posencs": names, "lengths": [500, 2000, 3000], "measures": measures,
         "costs": [{"task": "perplexity", **cost(filed, name, 3000)} for name in names],
-        "examples": [{"task": "passkey", "posenc": "none", "length": 500, "wanted": "123", "answer": " <script>1|2",
+        "examples": [{"task": "passkey", "posenc": "none", "length": 500, "wanted": "123", "told": 400,
+                      "answer": " <script>1|2",
                       "score": 0.0}],
     }  # fmt: skip
     return json.loads(json.dumps(found))
@@ -122,15 +123,17 @@ def comparison():
 
 def test_markdown_shows_damage_beside_gain(comparison):
     text = page.to_markdown(comparison)
-    (row,) = re.findall(r"\| `self_extend[^\n]*-2\.000[^\n]*", text)[:1]
-    assert "+0.000" in row and "*" in row
+    (row,) = re.findall(r"\| Loss, beyond 1,000[^\n]*", text)
+    assert "-2.000" in row and row.count("*") == 1
+    (row,) = re.findall(r"\| Loss, up to 1,000[^\n]*", text)
+    assert "the same everywhere" in row and "*" not in row
     assert "beyond 1,000" in text and "2 times trained" in text and "ruler_85.6" in text
     widths = {
         line.count("|")
         for line in text[text.index("## Within") : text.index("## Loss")].splitlines()
         if line[:1] == "|"
     }
-    assert widths == {6}
+    assert widths == {4}
 
 
 def test_csv_has_a_line_per_cell(comparison):
@@ -141,7 +144,7 @@ def test_csv_has_a_line_per_cell(comparison):
 
 
 def test_the_page_needs_nothing_beside_itself(comparison):
-    figures = [{"title": "Loss", "light": b"<svg/>", "dark": b"<svg/>"}]
+    figures = [{"measure": "Loss", "caption": "by position", "light": b"<svg/>", "dark": b"<svg/>"}]
     html = page.to_html(comparison, figures, json.dumps({"torch": "2.13"}))
     assert "tiny &lt;b&gt;" in html and "&lt;script&gt;1|2" in html and "<script" not in html
     assert not re.findall(r'(?:src|href|srcset)="(?!data:)', html) and "url(" not in html and "@import" not in html

@@ -1,6 +1,7 @@
 """The demo on a tiny model: what is hidden, what one pass gives, and what an interruption leaves."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from test_eval_results import build, characters
 from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
-from eval import demo
+from eval import demo, recall
 from eval.__main__ import app
 from eval.models import applied
 from eval.passkey import QUESTION
@@ -20,7 +21,7 @@ STORY = "".join(f"Line {number} of a story.\nAnd one more.\n\n" for number in ra
 
 def test_the_note_is_hidden_in_the_text():
     tokenizer = characters()
-    prompt, read = demo.hide(tokenizer, STORY, 4000)
+    prompt, read = recall.hide(tokenizer, STORY, 4000)
     text = tokenizer.decode(prompt.ids[:read])
     assert tokenizer.decode(prompt.ids[read:]) == QUESTION
     assert len(prompt.ids) == 4000 - 10 and text.count(prompt.references[0]) == 2
@@ -28,18 +29,18 @@ def test_the_note_is_hidden_in_the_text():
     assert before.endswith("one more.\n\n") and after.startswith("The pass key is")
     assert (before + after.partition("\n\n")[2]) == STORY[: read - after.index("\n\n") - 2]
     assert len(before) / read == pytest.approx(0.3, abs=0.02)
-    with pytest.raises(ValueError, match="longer --text"):
-        demo.hide(tokenizer, STORY, 40_000)
+    with pytest.raises(ValueError, match="longer text"):
+        recall.hide(tokenizer, STORY, 40_000)
     for length in (1, 20, 90):
         with pytest.raises(ValueError, match="too short for the note"):
-            demo.hide(tokenizer, STORY, length)
+            recall.hide(tokenizer, STORY, length)
 
 
 def test_one_bos_and_no_blank_line():
     tokenizer = characters()
     tokenizer.bos_token = "</s>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("</s> $A", special_tokens=[("</s>", 256)])
-    prompt, _ = demo.hide(tokenizer, STORY.replace("\n", " "), 4000)
+    prompt, _ = recall.hide(tokenizer, STORY.replace("\n", " "), 4000)
     assert prompt.ids[0] == 256 and prompt.ids.count(256) == 1
     assert prompt.key_position / len(prompt.ids) == pytest.approx(0.3, abs=0.02)
 
@@ -51,7 +52,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def hidden():
-    return demo.hide(characters(), STORY, 400)
+    return recall.hide(characters(), STORY, 400)
 
 
 @pytest.mark.parametrize("posenc", demo.POSENCS)
@@ -61,7 +62,7 @@ def test_one_pass_gives_the_losses_and_the_answer_of_two(model, hidden, posenc):
         alone = ask(model, tokenizer, prompt)
         expected = perplexity(model, [prompt.ids[:read]], mode="prefix").scores[0].losses
         hook = model.model.layers[0].register_forward_hook(lambda *states: lengths.append(states[2].shape[1]))
-        found = demo.read_and_answer(model, tokenizer, prompt, read)
+        found = recall.read_and_answer(model, tokenizer, prompt, read)
         hook.remove()
     assert found["answer"] == alone.answer and found["correct"] == alone.correct
     torch.testing.assert_close(torch.tensor(found["losses"]), expected, atol=1e-5, rtol=0)
@@ -71,17 +72,17 @@ def test_one_pass_gives_the_losses_and_the_answer_of_two(model, hidden, posenc):
 def test_a_wrong_cache_would_change_the_answer(model, hidden):
     prompt, read = hidden
     with applied(model, "none"):
-        right = demo.read_and_answer(model, characters(), prompt, read)["answer"]
+        right = recall.read_and_answer(model, characters(), prompt, read)["answer"]
     with applied(model, "pi:factor=2"):
-        assert demo.read_and_answer(model, characters(), prompt, read)["answer"] != right
+        assert recall.read_and_answer(model, characters(), prompt, read)["answer"] != right
 
 
 def test_progress_counts_the_layers_of_the_pass(model, hidden):
     prompt, read = hidden
     steps = []
-    demo.read_and_answer(model, characters(), prompt, read, lambda: steps.append(1))
+    recall.read_and_answer(model, characters(), prompt, read, lambda: steps.append(1))
     assert len(steps) == len(model.model.layers)
-    demo.read_and_answer(model, characters(), prompt, read)
+    recall.read_and_answer(model, characters(), prompt, read)
     assert len(steps) == len(model.model.layers)
 
 
@@ -98,12 +99,12 @@ def arguments(model, tmp_path):
 
 
 def samples(tmp_path):
-    (path,) = (tmp_path / "results").glob("demo-*/samples.jsonl")
+    (path,) = (tmp_path / "results").glob("recall-*/samples.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def tables(output):
-    return output[output.index("Loss by position") : output.rindex("wrong")]
+    return output[output.index("Loss by position") : output.rindex("report.html")]
 
 
 def test_an_interrupted_demo_goes_on(arguments, tmp_path, monkeypatch):
@@ -115,7 +116,7 @@ def test_an_interrupted_demo_goes_on(arguments, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return ask(*arguments)
 
-    monkeypatch.setattr(demo, "ask", interrupted)
+    monkeypatch.setattr(recall, "ask", interrupted)
     assert CliRunner().invoke(app, arguments).exit_code != 0
     assert [sample["posenc"] for sample in samples(tmp_path)] == ["none", "pi:factor=2"]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
@@ -124,8 +125,9 @@ def test_an_interrupted_demo_goes_on(arguments, tmp_path, monkeypatch):
         "none", "pi", "yarn", "dynamic_ntk",
     ]  # fmt: skip
     assert {(sample["length"], sample["prompt_tokens"]) for sample in samples(tmp_path)} == {(400, 390)}
-    assert "Loss by position" in done.output and done.output.count("wrong") == 4
-    (plot,) = (tmp_path / "results").glob("demo-*/plot.png")
-    assert plot.stat().st_size > 5000
+    assert "Loss by position" in done.output and "Answers" in done.output
+    (folder,) = (tmp_path / "results").glob("compare-*")
+    assert (folder / "loss-by-position.png").stat().st_size > 5000
+    assert re.search(r"told \d+ tokens before", (folder / "report.html").read_text())
     again = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert len(asked) == 5 and tables(again.output) == tables(done.output)

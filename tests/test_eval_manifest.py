@@ -36,7 +36,7 @@ def test_the_manifest_names_what_was_measured(tmp_path):
     results = open_results(tmp_path, weights=models.fingerprint(model), seed=3)
     results.add({"posenc": "none", "index": 0, "length": 100, "truncated": 0})
     results.complete()
-    write_manifest(results, model, tokenizer, ["none", "yarn:factor=4"], check=64)
+    write_manifest(results, model, tokenizer, ["none", "yarn:factor=4"], length=100, check=64)
     content = json.loads((results.folder / "manifest.json").read_text())
     assert content["weights"] == models.fingerprint(model) and content["seed"] == 3 and content["trained_length"] == 64
     assert (content["samples"], content["truncated"], content["processes"]) == (1, 0, 1)

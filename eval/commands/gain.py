@@ -103,7 +103,7 @@ def scores_of(results: Results, keys: Keys | None = None) -> list[dict[str, Any]
     """
     keys, trained, scores = keys or keys_of(results, models.NONE), results.config["trained_length"], []
     for posenc, length in cells(results):
-        readings = {text: _reading(results, posenc, length, text) for text in results.config["text_sha256"]}
+        readings = {text: reading(results, posenc, length, text) for text in results.config["text_sha256"]}
         if None in readings.values():
             continue
         found, masks = Gain(list(readings.values())), [keys(text, length) for text in readings]
@@ -127,8 +127,8 @@ def keys_of(results: Results, posenc: str) -> Keys:
     """Key tokens that the model of a folder finds under an encoding; None for what it has not read."""
 
     def keys(text: str, length: int) -> torch.Tensor | None:
-        reading = _reading(results, posenc, length, text)
-        return None if reading is None else reading.keys
+        found = reading(results, posenc, length, text)
+        return None if found is None else found.keys
 
     return keys
 
@@ -204,7 +204,7 @@ def _read_document(results: Results, bar: Progress, model: Any, document: torch.
         file({**full, "length": length, "first": first, "ids": document[:length].tolist()}, losses)
 
 
-def _reading(results: Results, posenc: str, length: int, text: str) -> Reading | None:
+def reading(results: Results, posenc: str, length: int, text: str) -> Reading | None:
     """What the samples say of one text at one length; None where some are missing."""
     full = results.select(posenc=posenc, part="full", length=length, text=text)
     if not full:
