@@ -96,11 +96,8 @@ def hide(
         ValueError: `length` is too short, the text too short for it, or a tokenizer that loses the values.
     """
     check_length(length, question.room)
-    begin = random.Random(f"{seed} {length}").randrange(len(FILLER))
     sentences = () if text is None else split(text)
-    supplies: list[Supply] = [] if text is None else [lambda count: sentences[:count]]
-    supplies.append(lambda count: [f"{FILLER[(begin + index) % len(FILLER)]} " for index in range(count)])
-    supplies += [functools.partial(_repeat, short) for short in SHORT_FILLER]
+    supplies = _supplies(sentences, random.Random(f"{seed} {length}").randrange(len(FILLER)))
     least = _spared(tokenizer, question, supplies[0])
 
     def compose(counts: Sequence[int]) -> str:
@@ -113,22 +110,11 @@ def hide(
     def tokens(counts: Sequence[int]) -> int:
         return len(encode(tokenizer, compose(counts)))
 
-    most = length - question.room
-    if tokens([least]) > most:
+    if tokens([least]) > length - question.room:
         raise ValueError(f"length {length} is too short: the question takes {tokens([least])} tokens and its answer "
                          f"{question.room}, without any filler")  # fmt: skip
-    counts: list[int] = []
-    for index in range(len(supplies)):
-        limit = len(sentences) if text is not None and index == 0 else None
-        counts.append(_most(lambda count: tokens([*counts, count]), most, limit))
-        if limit is not None and counts[0] == limit and tokens(counts) < FILL * length:
-            raise ValueError(f"the text is too short for length {length}: with the question it fills "
-                             f"{tokens(counts)} tokens; give a longer text, or noise")  # fmt: skip
-    prompt = compose(counts)
+    prompt = compose(_fill(tokens, len(supplies), len(sentences), length, question.room))
     ids = encode(tokenizer, prompt)
-    if len(ids) < FILL * length:
-        raise ValueError(f"length {length} is too short: beside {question.room} tokens for the answer, whole "
-                         f"sentences fill {len(ids)}, less than {FILL:.0%} of it; take a longer one")  # fmt: skip
     if any(reference not in tokenizer.decode(ids) for reference in question.references):
         raise ValueError("the values asked for do not survive this tokenizer, which has no tokens for their digits")
     position = len(encode(tokenizer, prompt[: prompt.index(question.references[0])]))
@@ -177,6 +163,31 @@ def draw_number(draw: random.Random, digits: int, text: str | None, taken: Seque
         if number not in taken and number not in (text or ""):
             return number
     raise ValueError(f"the text contains the numbers of {digits} digits already: take more digits or another text")
+
+
+def _supplies(sentences: Sequence[str], begin: int) -> list[Supply]:
+    """What fills a prompt, from coarse to fine: the text, if there is one, noise, and short sentences."""
+
+    def noise(count: int) -> list[str]:
+        return [f"{FILLER[(begin + index) % len(FILLER)]} " for index in range(count)]
+
+    short = [functools.partial(_repeat, sentence) for sentence in SHORT_FILLER]
+    return [*([lambda count: sentences[:count]] if sentences else []), noise, *short]
+
+
+def _fill(tokens: Callable[[Sequence[int]], int], supplies: int, sentences: int, length: int, room: int) -> list[int]:
+    """How much of each supply fits, one after the other; the first one is a text if it has any sentences."""
+    counts: list[int] = []
+    for index in range(supplies):
+        limit = sentences if sentences and index == 0 else None
+        counts.append(_most(lambda count: tokens([*counts, count]), length - room, limit))
+        if counts[-1] == limit and tokens(counts) < FILL * length:
+            raise ValueError(f"the text is too short for length {length}: with the question it fills "
+                             f"{tokens(counts)} tokens; give a longer text or a shorter length")  # fmt: skip
+    if tokens(counts) < FILL * length:
+        raise ValueError(f"length {length} is too short: beside {room} tokens for the answer, whole sentences fill "
+                         f"{tokens(counts)}, less than {FILL:.0%} of it; take a longer one")  # fmt: skip
+    return counts
 
 
 def _repeat(sentence: str, count: int) -> list[str]:

@@ -73,7 +73,7 @@ def retrieve(
         log_probs: also scores the right answer, token by token, on a copy of the cache that the model answers from.
         share: prompts of one length, in the order of their depths, read what they have in common once, for the memory
             of one more cache. Five depths of five trials cost 1/1.8 of all tokens from 2,048 on, answers included,
-            less with more trials. Only where `models.reads_in_pieces`.
+            less with more trials, more with several needles in a short text. Only where `models.reads_in_pieces`.
         wanted: called with length, depth and trial; False leaves that prompt out (it is scored already).
     """
     for length in lengths:
