@@ -7,8 +7,11 @@ import re
 
 import numpy
 import pytest
+from test_eval_results import build, characters
+from typer.testing import CliRunner
 
 from eval import page
+from eval.__main__ import app
 from eval.compare import BEYOND, BLOCK, WITHIN, Measure, compare, cost, describe, prompt_units, token_units
 from eval.scores import wilson
 
@@ -151,3 +154,69 @@ def test_the_page_needs_nothing_beside_itself(comparison):
     assert "prefers-color-scheme: dark" in html and 'name="viewport"' in html
     assert "self_extend:<wbr>group_size=4,<wbr>window=2048+<wbr>yarn" in html
     assert html.count('class="better"') >= 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    build().save_pretrained(path)
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 800}))
+    characters().save_pretrained(path)
+    (path / "story.txt").write_text("".join(f"Line {n} of a story. And one more.\n\n" for n in range(200)))
+    return path
+
+
+def test_every_task_ends_in_one_report(folder, tmp_path, monkeypatch):
+    command = ["compare", "--model", folder, "--text", folder / "story.txt", "--dtype", "float32", "--trials", 1,
+               "--tasks", "perplexity,passkey,needle,gain,recall,vt", "--lengths", "700,1000", "--check", 60,
+               "--posenc", "none", "--posenc", "yarn:factor=2", "--results", tmp_path]  # fmt: skip
+    done = CliRunner().invoke(app, list(map(str, command)), catch_exceptions=False)
+    assert done.exit_code == 0 and "Within the trained length" in done.output
+    (found,) = tmp_path.glob("compare-*")
+    comparison = json.loads((found / "scores.json").read_text())
+    titles = [measure["title"] for measure in comparison["measures"]]
+    assert titles == ["Loss", "Pass key", "Pass key: loss of the right answer", "Needle",
+                      "Needle: loss of the right answer", "Gain by far context", "Loss", "Pass key", "vt"]  # fmt: skip
+    for measure in comparison["measures"]:
+        columns = {cell["column"] for cell in measure["cells"]}
+        assert columns == {700, 1000, WITHIN, BEYOND}
+        assert {cell["posenc"] for cell in measure["cells"]} == {"none", "yarn:factor=2"}
+    loss = {(c["posenc"], c["column"]): c["value"] for c in comparison["measures"][0]["cells"]}
+    (scores,) = tmp_path.glob("perplexity-*/scores.json")
+    for score in json.loads(scores.read_text())["scores"]:
+        assert loss[score["posenc"], score["length"]] == pytest.approx(score["loss"], abs=1e-6)
+    costs = {(cost["task"], cost["posenc"], cost["length"]) for cost in comparison["costs"]}
+    assert ("passkey", "yarn:factor=2", 1000) in costs
+    assert all(cost["memory"] > 2**20 for cost in comparison["costs"])
+    manifest = json.loads((found / "manifest.json").read_text())
+    assert manifest["truncated"] == 0 and all(encoding["cache"]["agrees"] for encoding in manifest["encodings"])
+    html = (found / "report.html").read_text()
+    assert html.count("<img") >= 8 and html.count("data:image/svg") == 2 * html.count("<img")
+    monkeypatch.setattr("eval.retrieval.ask", None)  # nothing is asked again
+    again = CliRunner().invoke(app, list(map(str, command)), catch_exceptions=False)
+    assert again.exit_code == 0
+    without = [{**measure, "cells": 0} for measure in comparison["measures"]]
+    assert [{**m, "cells": 0} for m in json.loads((found / "scores.json").read_text())["measures"]] == without
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--tasks", "pasky"], "passkey"), (["--tasks", "vt", "--lengths", "100"], "too short for vt"),
+     (["--text", "none-such"], "alice"), (["--tasks", "needle", "--lengths", "400,99999"], "too short")],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_said_before_anything_is_read(folder, tmp_path, options, words):
+    command = [
+        "compare",
+        "--model",
+        folder,
+        "--dtype",
+        "float32",
+        "--text",
+        folder / "story.txt",
+        "--results",
+        tmp_path,
+    ]
+    done = CliRunner().invoke(app, list(map(str, [*command, *options])))
+    assert isinstance(done.exception, ValueError) and words in str(done.exception)
+    assert not list(tmp_path.glob("*/samples.jsonl"))

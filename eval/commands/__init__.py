@@ -1,6 +1,7 @@
 """The subcommands, from options to a results folder: score what it lacks, file each sample at once, show all."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -8,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from eval import models, processes
+from eval.manifest import write_manifest
 from eval.results import Results
 
 console = Console()
@@ -26,6 +28,7 @@ Check = Annotated[
         "--check", help="Tokens on which cached generation is compared with one forward, for the manifest; 0: none."
     ),
 ]
+CHECK = 1024
 Root = Annotated[str, typer.Option("--results", help="Folder of all results.")]
 
 
@@ -45,6 +48,21 @@ def identity(model: Any, name: str, tokenizer: Any) -> dict[str, Any]:
         "device": models.input_device(model).type,
         "attention": models.attention(model),
     }
+
+
+def file_manifest(
+    results: Results, model: Any, tokenizer: Any, posencs: Sequence[str], lengths: Sequence[int], check: int,
+    tasks: Sequence[Results] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Writes a run's manifest, and says where its check failed."""
+    names = models.full_names(model, posencs)
+    manifest = write_manifest(results, model, tokenizer, names, length=max(lengths), check=check, tasks=tasks)
+    for encoding in manifest["encodings"]:
+        if not encoding.get("cache", {"agrees": True})["agrees"]:
+            console.print(
+                f"[red]{encoding['posenc']} generates otherwise than it scores:[/] see cache in manifest.json"
+            )
+    return manifest
 
 
 def cells(results: Results) -> list[tuple[str, int]]:

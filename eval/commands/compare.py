@@ -13,9 +13,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from eval import data, models, page, report
-from eval.commands import Check, Device, DType, Lengths, ModelName, PosEncs, Root, console, identity, tasks
+from eval.commands import (
+    Check,
+    Device,
+    DType,
+    Lengths,
+    ModelName,
+    PosEncs,
+    Root,
+    console,
+    file_manifest,
+    identity,
+    tasks,
+)
 from eval.compare import compare, cost, describe
-from eval.manifest import hardware, write_manifest
+from eval.manifest import hardware
 from eval.results import Results
 
 MOST_ANSWERS = 24  # that a terminal shows
@@ -84,9 +96,7 @@ def run(
     }
     results.complete()
     folders = list({found.folder: found for _, found in measured}.values())
-    manifest = write_manifest(
-        results, model, tokenizer, names, length=max(options.lengths), check=check, tasks=folders
-    )
+    manifest = file_manifest(results, model, tokenizer, names, options.lengths, check, folders)
     _write(results, comparison, manifest, figures(measured, comparison))
     _show(results, comparison, measured)
     return results

@@ -10,7 +10,22 @@ import typer
 from rich.progress import Progress
 
 from eval import data, models, report
-from eval.commands import Device, DType, Lengths, ModelName, PosEncs, Root, cells, console, identity, progress, sha256
+from eval.commands import (
+    CHECK,
+    Check,
+    Device,
+    DType,
+    Lengths,
+    ModelName,
+    PosEncs,
+    Root,
+    cells,
+    console,
+    file_manifest,
+    identity,
+    progress,
+    sha256,
+)
 from eval.gain import Averages, Gain, Reading, default_stride, full_losses, near_losses, near_windows
 from eval.key_tokens import align
 from eval.results import Results
@@ -38,6 +53,7 @@ def command(
     batch_size: int = 1,
     dtype: DType = "bfloat16",
     device: Device = "auto",
+    check: Check = CHECK,
     results: Root = "results",
 ) -> None:
     """What context farther back than --near tokens is worth, by position and by distance, and LongPPL.
@@ -48,8 +64,9 @@ def command(
     _check(sizes, near, stride, text)
     loaded, tokenizer = models.load(model, dtype, device)
     judge = None if evaluator is None else (*models.load(evaluator, dtype, device), evaluator)
-    run(loaded, tokenizer, model, posenc, sizes, text, near=near, stride=stride, evaluator=judge,
+    found = run(loaded, tokenizer, model, posenc, sizes, text, near=near, stride=stride, evaluator=judge,
         evaluator_posenc=evaluator_posenc, batch_size=batch_size, root=results)  # fmt: skip
+    file_manifest(found, loaded, tokenizer, posenc, sizes, check)
 
 
 def run(

@@ -7,7 +7,19 @@ from typing import Annotated, Any
 import typer
 
 from eval import data, models, needle
-from eval.commands import Device, DType, Lengths, ModelName, PosEncs, Root, retrieval, sha256
+from eval.commands import (
+    CHECK,
+    Check,
+    Device,
+    DType,
+    Lengths,
+    ModelName,
+    PosEncs,
+    Root,
+    file_manifest,
+    retrieval,
+    sha256,
+)
 from eval.results import Results
 from eval.retrieval import TRIALS
 
@@ -26,6 +38,7 @@ def command(
     share: retrieval.Share = True,
     dtype: DType = "bfloat16",
     device: Device = "auto",
+    check: Check = CHECK,
     results: Root = "results",
 ) -> None:
     """Needle in a haystack by length and depth: made-up facts in a real text.
@@ -36,8 +49,9 @@ def command(
     retrieval.check(tokens, places, trials, scoring, needle.answer_tokens(needles, ask))
     data.text(text)
     loaded, tokenizer = models.load(model, dtype, device)
-    run(loaded, tokenizer, model, posenc, tokens, places, trials=trials, text=text, needles=needles, ask=ask,
+    found = run(loaded, tokenizer, model, posenc, tokens, places, trials=trials, text=text, needles=needles, ask=ask,
         scoring=scoring, seed=seed, share=share, root=results)  # fmt: skip
+    file_manifest(found, loaded, tokenizer, posenc, tokens, check)
 
 
 def run(

@@ -7,7 +7,19 @@ from typing import Annotated, Any
 import typer
 
 from eval import data, models, passkey
-from eval.commands import Device, DType, Lengths, ModelName, PosEncs, Root, retrieval, sha256
+from eval.commands import (
+    CHECK,
+    Check,
+    Device,
+    DType,
+    Lengths,
+    ModelName,
+    PosEncs,
+    Root,
+    file_manifest,
+    retrieval,
+    sha256,
+)
 from eval.results import Results
 from eval.retrieval import TRIALS
 
@@ -29,6 +41,7 @@ def command(
     share: retrieval.Share = True,
     dtype: DType = "bfloat16",
     device: Device = "auto",
+    check: Check = CHECK,
     results: Root = "results",
 ) -> None:
     """Passkey retrieval by length and depth.
@@ -39,8 +52,9 @@ def command(
     retrieval.check(tokens, places, trials, scoring, passkey.answer_tokens(digits))
     _text(filler)
     loaded, tokenizer = models.load(model, dtype, device)
-    run(loaded, tokenizer, model, posenc, tokens, places, trials=trials, digits=digits, filler=filler,
+    found = run(loaded, tokenizer, model, posenc, tokens, places, trials=trials, digits=digits, filler=filler,
         scoring=scoring, seed=seed, share=share, root=results)  # fmt: skip
+    file_manifest(found, loaded, tokenizer, posenc, tokens, check)
 
 
 def run(

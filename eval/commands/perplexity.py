@@ -10,7 +10,22 @@ import typer
 from rich.progress import Progress
 
 from eval import data, models, report
-from eval.commands import Device, DType, Lengths, ModelName, PosEncs, Root, cells, console, identity, progress, sha256
+from eval.commands import (
+    CHECK,
+    Check,
+    Device,
+    DType,
+    Lengths,
+    ModelName,
+    PosEncs,
+    Root,
+    cells,
+    console,
+    file_manifest,
+    identity,
+    progress,
+    sha256,
+)
 from eval.documents import Corpus, Document, gather, join
 from eval.perplexity import Perplexity, Score, Window, plan, score
 from eval.results import Results
@@ -101,6 +116,7 @@ def command(
     batch_size: int = 1,
     dtype: DType = "bfloat16",
     device: Device = "auto",
+    check: Check = CHECK,
     results: Root = "results",
 ) -> None:
     """Perplexity, bits per byte and loss by position, within the trained length and beyond it.
@@ -115,7 +131,8 @@ def command(
     options = Options(mode, stride, tail, bos, published, tokens, documents)
     options.check(asked, text)
     loaded, tokenizer = models.load(model, dtype, device)
-    run(loaded, tokenizer, model, posenc, asked, text, batch_size=batch_size, root=results, **asdict(options))
+    found = run(loaded, tokenizer, model, posenc, asked, text, batch_size=batch_size, root=results, **asdict(options))
+    file_manifest(found, loaded, tokenizer, posenc, asked, check)
 
 
 def run(
