@@ -2,5 +2,6 @@
 
 Every part is importable without the command line: `eval.perplexity.perplexity(model, ids, ...)`,
 `eval.passkey.passkey(model, tokenizer, ...)`, `eval.likelihood.token_losses(model, ids)`, `eval.data.text(name)`,
-`eval.scores.effective_length(scores, rule)`, `eval.metric.PasskeyScore()` for `evaluate`.
+`eval.data.documents(source)`, `eval.scores.effective_length(scores, rule)`,
+`eval.metric.PasskeyScore()` for `evaluate`.
 """
