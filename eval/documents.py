@@ -2,6 +2,7 @@
 
 A character that is split over several tokens counts with the last of them: the bytes of a run of tokens are those of
 the characters that the run completes, and the bytes of all tokens are exactly the text's.
+A tokenizer that trims blanks off its offsets does not say which of two tokens a blank is: it may count with the next.
 """
 
 import itertools

@@ -110,7 +110,7 @@ def check(
         raise ValueError(f"a stride is of sliding windows; leave it out in mode {mode}")
     longest = window - (bos is not None)
     if stride is not None and not 1 <= stride <= longest:
-        raise ValueError(f"stride {stride} must lie between 1 and {longest}, the window's: else tokens are never read")
+        raise ValueError(f"stride {stride} must lie between 1 and {longest}: else tokens are never scored")
     if mode == "tail" and not 1 <= tail < window:
         raise ValueError(f"a tail of {tail} tokens must be shorter than the length {window}, and 1 or more")
     if mode == "tail" and sample is not None and sample < window:
