@@ -96,12 +96,12 @@ def as_svg(plot: Callable[[BinaryIO], None], dark: bool) -> bytes:
 
 
 def gain_table(title: str, scores: Scores) -> Table:
-    """What far context is worth, one row per encoding and length; a dash where there are no such tokens."""
+    """Gain within and beyond the trained length, one row per encoding and length; a dash where there is none."""
     table = _table(title)
-    for column in ("length", "tokens", "loss", "gain", "within", "beyond", "> 2 nats", "key tokens", "LongPPL"):
-        table.add_column(column, justify="right")
+    for column in ("length", "tokens", "loss", "within", "beyond", ">2 nats", "keys", "LongPPL"):
+        table.add_column(column, justify="right", no_wrap=True)
     for score in scores:
-        gains = (_or_dash(score[name], "+.3f") for name in ("gain", "gain_within", "gain_beyond"))
+        gains = (_or_dash(score[name], "+.3f") for name in ("gain_within", "gain_beyond"))
         keys = (_or_dash(score["key_tokens"], ",d"), _or_dash(score["long_perplexity"], ".2f"))
         table.add_row(score["posenc"], f"{score['length']:,}", f"{score['tokens']:,}", f"{score['loss']:.3f}", *gains,
                       f"{score['share']:.1%}", *keys)  # fmt: skip

@@ -16,7 +16,7 @@ from eval.__main__ import app, main
 from eval.commands import gain as commands
 from eval.gain import Gain, Reading, gain, near_windows
 from eval.key_tokens import Alignment, align
-from eval.models import applied
+from eval.models import applied, load
 
 torch.set_num_threads(1)
 
@@ -260,6 +260,29 @@ def test_long_perplexity_of_every_encoding_is_over_the_evaluators_key_tokens(fol
     for score in json.loads((only(tmp_path) / "scores.json").read_text())["scores"]:
         assert score["key_tokens"] == (3 if score["length"] == 60 else 7)  # 30, 40, 50; to 90
         assert score["long_perplexity"] == pytest.approx(math.exp(1.0 if score["posenc"] == "none" else 1.5))
+
+
+def test_the_evaluators_encoding_need_not_be_one_that_is_compared(folder, tmp_path):
+    output = invoke(folder, tmp_path, "--posenc", "none", "--lengths", "100", "--evaluator-posenc", "pi:factor=2")
+    assert "LongPPL: no loss" in output and "under pi:factor=2" in output and "past its trained" not in output
+    path = only(tmp_path) / "samples.jsonl"
+    edit(
+        path,
+        lambda sample: [5.0 - (sample["posenc"] != "none") * 4 * (sample["part"] == "full")] * len(sample["losses"]),
+    )
+    invoke(folder, tmp_path, "--posenc", "none", "--lengths", "100", "--evaluator-posenc", "pi:factor=2")
+    content = json.loads((only(tmp_path) / "scores.json").read_text())
+    assert [(s["posenc"], s["key_tokens"]) for s in content["scores"]] == [("none", 76), ("pi:factor=2", 76)]
+    loaded = load(str(folder), "float32", "cpu")
+    text = str(folder / "text.txt")
+    results = commands.run(*loaded, str(folder), ["pi:factor=2"], [100], [text], near=16, stride=8, root=tmp_path)
+    assert results.folder == only(tmp_path)
+    scores = commands.scores_of(results)
+    assert [(s["key_tokens"], s["long_perplexity"]) for s in scores] == [(0, None), (0, None)]  # by `none`
+    carried = commands.scores_of(results, commands.keys_of(results, "pi:factor=2"))
+    assert carried == content["scores"] and carried[0]["long_perplexity"] == pytest.approx(math.exp(5))
+    unknown = commands.scores_of(results, commands.keys_of(results, "yarn:factor=2"))
+    assert {score["key_tokens"] for score in unknown} == {None}
 
 
 @pytest.mark.parametrize("tokenizer", [characters(), words_tokenizer()])

@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -204,7 +205,7 @@ def _read_document(results: Results, bar: Progress, model: Any, document: torch.
     left = [window for window in windows if results.lacks(**close, start=window.start)]
     unread = [length for length in lengths if results.lacks(**full, length=length)]
     total, done = len(windows) + len(lengths), len(windows) - len(left) + len(lengths) - len(unread)
-    task = bar.add_task(f"{place['posenc']}, {place['text']}", total=total, completed=done)
+    task = bar.add_task(f"{place['posenc']}, {Path(place['text']).name}", total=total, completed=done)
 
     def file(sample: dict[str, Any], losses: torch.Tensor) -> None:
         seconds = round(time.perf_counter() - began, 2)
