@@ -27,6 +27,8 @@ SCORING = (
     "passkey.py",
     "perplexity.py",
     "ruler.py",
+    "ruler_qa.py",
+    "ruler_tasks.py",
 )  # of this package; what else it does leaves samples alone
 MEASURING = ("memory.py", "speed.py")  # for the task `speed`
 
