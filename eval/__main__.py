@@ -1,12 +1,13 @@
-"""`python -m eval`: perplexity, passkey, ruler, speed, demo."""
+"""`python -m eval`: perplexity, passkey, ruler, lm-eval, speed, demo."""
 
 import sys
 
 import typer
+from rich.markup import escape
 from transformers.utils import logging
 
 from eval import demo
-from eval.commands import console, passkey, perplexity, ruler, speed
+from eval.commands import console, lm_eval, passkey, perplexity, ruler, speed
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 
@@ -18,13 +19,14 @@ def main() -> None:
     try:
         app()
     except ValueError as error:
-        console.print("[red]Error:[/]", str(error), soft_wrap=True)
+        console.print("[red]Error:[/]", escape(str(error)), soft_wrap=True)
         sys.exit(2)
 
 
 app.command("perplexity")(perplexity.command)
 app.command("passkey")(passkey.command)
 app.command("ruler")(ruler.command)
+app.command("lm-eval")(lm_eval.command)
 app.command("speed")(speed.command)
 app.command("demo")(demo.command)
 

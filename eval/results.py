@@ -23,6 +23,7 @@ import hf_posenc
 
 PACKAGES = ("torch", "transformers")
 SCORING = (
+    "harness.py",
     "likelihood.py",
     "passkey.py",
     "perplexity.py",
