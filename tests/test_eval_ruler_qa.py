@@ -35,7 +35,7 @@ def squad_file(path, size=1):
             asked = {"id": code, "question": f"What was code {article}-{place}?", "answers": answers}
             paragraphs.append({"context": context, "qas": [
                 {**asked, "is_impossible": False},
-                {**asked, "question": "Unanswerable?", "answers": [], "is_impossible": True},
+                {**asked, "question": "Unanswerable?", "answers": answers, "is_impossible": True},
             ]})  # fmt: skip
         data.append({"title": f"A{article}", "paragraphs": paragraphs})
     path.write_text(json.dumps({"version": "v2.0", "data": data}), encoding="utf-8")
@@ -127,6 +127,18 @@ def test_short_prompts_hold_paragraphs_of_the_same_article_alone(questions):
     documents = documents_of(BYTES.decode(build(BYTES, "qa_1", 900, questions=questions).ids))
     codes = [code for document in documents if (code := re.search(r"K(\d+)x", document))]
     assert len(codes) > 1 and len({code[1] for code in codes}) == 1
+
+
+def test_short_lengths_ask_about_short_paragraphs(tmp_path):
+    """Not about the first question drawn, which hardly ever fits here."""
+    content = json.loads(squad_file(tmp_path / "squad.json").read_text())
+    for article in content["data"][1:]:
+        for paragraph in article["paragraphs"]:
+            paragraph["context"] += " And so it went on." * 40
+    (tmp_path / "squad.json").write_text(json.dumps(content))
+    questions = {"qa_1": read("qa_1", tmp_path / "squad.json")}
+    for trial in range(5):
+        assert build(BYTES, "qa_1", 900, trial, questions=questions).references[0].startswith("K0x")
 
 
 def test_needed_paragraphs_stand_everywhere(questions):

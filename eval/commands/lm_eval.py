@@ -35,7 +35,7 @@ def command(
     Example: python -m eval lm-eval --posenc none --posenc yarn:factor=2 --tasks passkey,niah_single_1,hellaswag
     """
     chosen = names(tasks)
-    read = data.text(text)
+    read = data.text(text) if "perplexity" in chosen else None
     loaded, tokenizer = models.load(model, dtype, device)
     run(loaded, tokenizer, model, posenc, chosen, models.numbers(lengths), limit=limit, text=read, seed=seed,
         root=results)  # fmt: skip
