@@ -1,4 +1,4 @@
-"""`python -m eval`: perplexity, gain, passkey, needle, ruler, compare, speed, fetch, demo."""
+"""`python -m eval`: perplexity, gain, passkey, needle, ruler, compare, lm-eval, speed, fetch, demo."""
 
 import sys
 
@@ -8,7 +8,7 @@ from rich.markup import escape
 from transformers.utils import logging
 
 from eval import demo, processes
-from eval.commands import compare, console, fetch, gain, needle, passkey, perplexity, ruler, speed
+from eval.commands import compare, console, fetch, gain, lm_eval, needle, passkey, perplexity, ruler, speed
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 
@@ -31,6 +31,7 @@ app.command("passkey")(passkey.command)
 app.command("needle")(needle.command)
 app.command("ruler")(ruler.command)
 app.command("compare")(compare.command)
+app.command("lm-eval")(lm_eval.command)
 app.command("speed")(speed.command)
 app.command("demo")(demo.command)
 app.command("fetch")(fetch.command)

