@@ -11,6 +11,7 @@ texts: compare methods on them, not models.
 """
 
 import importlib.util
+import os
 import shutil
 import tarfile
 import tempfile

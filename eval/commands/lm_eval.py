@@ -9,7 +9,20 @@ from typing import Annotated, Any
 import typer
 
 from eval import data, models, report
-from eval.commands import Device, DType, Lengths, ModelName, PosEncs, Root, console, identity, sha256
+from eval.commands import (
+    CHECK,
+    Check,
+    Device,
+    DType,
+    Lengths,
+    ModelName,
+    PosEncs,
+    Root,
+    console,
+    file_manifest,
+    identity,
+    sha256,
+)
 from eval.results import Results
 
 
@@ -26,6 +39,7 @@ def command(
     seed: int = 0,
     dtype: DType = "bfloat16",
     device: Device = "auto",
+    check: Check = CHECK,
     results: Root = "results",
 ) -> None:
     """Tasks of lm-evaluation-harness: ours by length, offline, and its own, which need the hub, as they are.
@@ -37,8 +51,10 @@ def command(
     chosen = names(tasks)
     read = data.text(text) if "perplexity" in chosen else None
     loaded, tokenizer = models.load(model, dtype, device)
-    run(loaded, tokenizer, model, posenc, chosen, models.numbers(lengths), limit=limit, text=read, seed=seed,
+    asked = models.numbers(lengths)
+    found = run(loaded, tokenizer, model, posenc, chosen, asked, limit=limit, text=read, seed=seed,
         root=results)  # fmt: skip
+    file_manifest(found, loaded, tokenizer, posenc, asked, check)
 
 
 def names(texts: Sequence[str]) -> list[str]:

@@ -10,6 +10,8 @@ import typer
 
 from eval import data, models, report
 from eval.commands import (
+    CHECK,
+    Check,
     Device,
     DType,
     Lengths,
@@ -18,6 +20,7 @@ from eval.commands import (
     Root,
     cells,
     console,
+    file_manifest,
     identity,
     progress,
     sha256,
@@ -46,6 +49,7 @@ def command(
     seed: int = 0,
     dtype: DType = "bfloat16",
     device: Device = "auto",
+    check: Check = CHECK,
     results: Root = "results",
 ) -> None:
     """RULER by length: eight kinds of needles, variable tracking, common and frequent words; qa_1, qa_2 out of files.
@@ -59,8 +63,10 @@ def command(
     questions = {task: read(task, file) for task, file in files.items()}
     prose = None if text is None else data.text(text)
     loaded, tokenizer = models.load(model, dtype, device)
-    run(loaded, tokenizer, model, posenc, chosen, models.numbers(lengths), samples=samples, prose=prose,
+    asked = models.numbers(lengths)
+    found = run(loaded, tokenizer, model, posenc, chosen, asked, samples=samples, prose=prose,
         questions=questions, seed=seed, root=results)  # fmt: skip
+    file_manifest(found, loaded, tokenizer, posenc, asked, check)
 
 
 def names(texts: Sequence[str], files: Mapping[str, str]) -> list[str]:
