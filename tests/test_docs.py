@@ -55,3 +55,11 @@ def test_support_page_counts_what_it_lists():
     maps = sum(cells[4].startswith("ok") for cells in rows)
     assert f"dynamic methods {attention} ok" in page and f"position maps {maps} ok" in page
     assert frequency >= 103 and attention >= 100 and maps >= 100
+
+
+def test_the_evaluation_page_has_every_command():
+    from eval.__main__ import app
+
+    page = (ROOT / "eval" / "README.md").read_text()
+    named = set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE))
+    assert named == {command.name for command in app.registered_commands}
