@@ -27,7 +27,9 @@ except ModuleNotFoundError as error:
     raise ValueError('this needs lm-evaluation-harness: pip install "hf-posenc[lm-eval]"') from error
 
 from eval import passkey, ruler
+from eval.grading import grade
 from eval.models import encode
+from eval.retrieval import DEPTHS
 from eval.ruler_tasks import TASKS
 
 PASSKEY, PERPLEXITY = "passkey", "perplexity"
@@ -186,10 +188,10 @@ def _keys(tokenizer: Any, name: str, length: int, limit: int, seed: int) -> list
     """Prompts of `passkey`, the first trial at each depth, then the second."""
     documents = []
     for index in range(limit):
-        depth, trial = passkey.DEPTHS[index % len(passkey.DEPTHS)], index // len(passkey.DEPTHS)
+        depth, trial = DEPTHS[index % len(DEPTHS)], index // len(DEPTHS)
         prompt = passkey.build(tokenizer, length, depth, trial, seed=seed)
-        room = passkey.answer_tokens(len(prompt.key))
-        documents.append({"text": _readable(tokenizer, prompt.ids), "room": room, "references": [prompt.key]})
+        text = _readable(tokenizer, prompt.ids)
+        documents.append({"text": text, "room": prompt.room, "references": prompt.references})
     return documents
 
 
@@ -236,7 +238,7 @@ def _text(doc: dict[str, Any]) -> str:
 
 
 def _is_key(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    return {"acc": float(passkey.is_correct(results[0], doc["references"][0]))}
+    return {"acc": grade(passkey.SCORING, results[0], doc["references"])}
 
 
 def _match(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

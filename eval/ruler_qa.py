@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.passkey import SHORT_FILLER
+from eval.haystack import SHORT_FILLER
 from eval.ruler_tasks import Draft, Measure
 
 HEAD = "The documents below are needed for a question at their end.\n\n"

@@ -14,8 +14,9 @@ import hf_posenc
 from eval.__main__ import app, main
 from eval.commands import lm_eval as commands
 from eval.models import encode
-from eval.passkey import DEPTHS, passkey
+from eval.passkey import SCORING, passkey
 from eval.report import task_table
+from eval.retrieval import DEPTHS
 from eval.ruler import ruler
 
 TRAINED = TOKENIZERS["trained"]
@@ -82,15 +83,15 @@ def test_passkey_scores_and_prompts_are_our_own(harness, posenc, name):
     for index, depth in enumerate(DEPTHS):
         for trial in range(2):
             prompt = build(tokenizer, 512, depth, trial, seed=3)
-            answer = f" {prompt.key}." if (index + trial) % 3 else f" {prompt.key}1"
+            answer = f" {prompt.references[0]}." if (index + trial) % 3 else f" {prompt.references[0]}1"
             model.answers[tuple(prompt.ids)] = encode(tokenizer, answer, start=False)
     own = list(passkey(model, tokenizer, [512], trials=2, seed=3))
     found = evaluate(harness, model, tokenizer, ["passkey"], 512, limit=10, seed=3)
     order = [own[depth * 2 + trial] for trial in range(2) for depth in range(5)]
     assert [(answer, bool(score)) for answer, _, score in answered(found, "passkey")] == [
-        (answer.answer, answer.correct) for answer in order
+        (answer.answer, bool(answer.correct[SCORING])) for answer in order
     ]
-    assert found["results"]["passkey"]["acc,none"] == sum(answer.correct for answer in own) / 10 == 0.7
+    assert found["results"]["passkey"]["acc,none"] == sum(answer.correct[SCORING] for answer in own) / 10 == 0.7
     assert sorted(model.asked[:10]) == sorted(model.asked[10:]) and len(model.asked) == 20
 
 

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from eval import data
-from eval.passkey import FILLER
+from eval.haystack import FILLER
 from eval.ruler_tasks import ADJECTIVES, FRAMES, NOUNS
 
 
