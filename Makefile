@@ -25,7 +25,7 @@ demo: $(VENV)/installed
 	$(RUN) -m eval demo
 
 test: $(VENV)/installed
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -n auto -m "not slow"
 
 smoke: $(VENV)/installed
 	$(RUN) -m pytest -m slow

@@ -104,7 +104,7 @@ def samples(tmp_path):
 
 
 def tables(output):
-    return output[output.index("Loss by position") : output.rindex("report.html")]
+    return output[output.index("Loss (recall) by position") : output.rindex("report.html")]
 
 
 def test_an_interrupted_demo_goes_on(arguments, tmp_path, monkeypatch):
@@ -125,9 +125,9 @@ def test_an_interrupted_demo_goes_on(arguments, tmp_path, monkeypatch):
         "none", "pi", "yarn", "dynamic_ntk",
     ]  # fmt: skip
     assert {(sample["length"], sample["prompt_tokens"]) for sample in samples(tmp_path)} == {(400, 390)}
-    assert "Loss by position" in done.output and "Answers" in done.output
+    assert "Loss (recall) by position" in done.output and "Answers" in done.output
     (folder,) = (tmp_path / "results").glob("compare-*")
-    assert (folder / "loss-by-position.png").stat().st_size > 5000
+    assert (folder / "loss-recall-by-position.png").stat().st_size > 5000
     assert re.search(r"told \d+ tokens before", (folder / "report.html").read_text())
     again = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert len(asked) == 5 and tables(again.output) == tables(done.output)

@@ -114,10 +114,10 @@ def _perplexity(reader: Reader, options: Options) -> Iterator[Measured]:
 def _recall(reader: Reader, options: Options) -> Iterator[Measured]:
     results = reader.run(recall.run, options.lengths, options.text, seed=options.seed)
     units = token_units(lambda sample: (1, sample["losses"]), ())
-    yield Shown(RECALL, "Loss", units, lower=True, nested=True, curve=_loss_curve), results
+    yield Shown(RECALL, "Loss (recall)", units, lower=True, nested=True, curve=_loss_curve), results
     answers = prompt_units(lambda sample: 100 * sample["correct"][passkey.SCORING], ())
     example = functools.partial(_example, scoring=passkey.SCORING)
-    yield Shown(RECALL, "Pass key", answers, percent=True, example=example, fields={}), results
+    yield Shown(RECALL, "Pass key (recall)", answers, percent=True, example=example, fields={}), results
 
 
 def _gain(reader: Reader, options: Options) -> Iterator[Measured]:
