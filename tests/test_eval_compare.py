@@ -176,8 +176,10 @@ def test_every_task_ends_in_one_report(folder, tmp_path, monkeypatch):
     (found,) = tmp_path.glob("compare-*")
     comparison = json.loads((found / "scores.json").read_text())
     titles = [measure["title"] for measure in comparison["measures"]]
-    assert titles == ["Loss", "Pass key", "Pass key: loss of the right answer", "Needle",
-                      "Needle: loss of the right answer", "Gain by far context", "Loss (recall)", "Pass key (recall)", "vt"]  # fmt: skip
+    assert titles == [
+        "Loss", "Pass key", "Pass key: loss of the right answer", "Needle", "Needle: loss of the right answer",
+        "Gain by far context", "Loss (recall)", "Pass key (recall)", "vt",
+    ]  # fmt: skip
     for measure in comparison["measures"]:
         columns = {cell["column"] for cell in measure["cells"]}
         assert columns == {700, 1000, WITHIN, BEYOND}
