@@ -57,10 +57,7 @@ def test_under_a_scheme(method):
 
 
 def test_encoder_and_decoder():
-    model = tiny.tiny_model("t5", decoder_start_token_id=0, pad_token_id=0).train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    model = tiny.tiny_model("t5", decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0).train()
     labels = labelled(2, 9)["labels"]
     assert_same(model, {"input_ids": tiny.tokens(2, 14), "labels": labels}, chunk=4)
 
