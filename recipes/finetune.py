@@ -89,6 +89,7 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> nn.Module:
             trainer.train(checkpoint)
             trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     trainer.save_model()
+    trainer.save_state()
     measure("after", model)
     if recipe.evaluate and training.should_log:
         measured.show()

@@ -6,6 +6,7 @@ trained, 8.08 with everything (LongLoRA, arXiv 2309.12307, table 2).
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 import hf_posenc
@@ -41,6 +42,7 @@ def prepare(model: nn.Module, recipe: Recipe, wide: bool) -> nn.Module:
     """
     if recipe.train == "lora":
         model = get_peft_model(model, _lora(model, recipe))
+        _tie(model)
     else:
         own = set(own_parameters(model)) if recipe.train == "posenc" else None
         for name, weight in model.named_parameters():
@@ -53,16 +55,28 @@ def prepare(model: nn.Module, recipe: Recipe, wide: bool) -> nn.Module:
 
 
 def _lora(model: nn.Module, recipe: Recipe) -> LoraConfig:
+    """Adapters of linear layers; norms, embeddings, heads tied to these, and what the encoding learns are copied."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     whole = {
         name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) or ("Norm" in type(module).__name__ and [*module.parameters()])
+        for name, module in model.named_modules(remove_duplicate=False)
+        if id(vars(module)["_parameters"].get("weight")) in embeddings
+        or ("Norm" in type(module).__name__ and [*module.parameters()])
     }
     if any(LEARNED in name.split(".") for name, _ in model.named_modules()):
         whole.add(LEARNED)
-    targets = recipe.lora_targets
+    targets = "all-linear" if recipe.lora_targets == ["all-linear"] else recipe.lora_targets
     return LoraConfig(
-        r=recipe.lora_rank, lora_alpha=recipe.lora_alpha, lora_dropout=0.0, ensure_weight_tying=bool(model.config.tie_word_embeddings),
-        target_modules="all-linear" if targets == ["all-linear"] else targets, modules_to_save=sorted(whole),
+        r=recipe.lora_rank, lora_alpha=recipe.lora_alpha, target_modules=targets, modules_to_save=sorted(whole),
         task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
     )  # fmt: skip
+
+
+def _tie(model: nn.Module) -> None:
+    """Copies of what was one weight become one weight: PEFT ties only some heads, and no two embeddings."""
+    first: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper) and hasattr(module.original_module, "weight"):
+            known = first.setdefault(id(module.original_module.weight), module)
+            for name, copy in module.modules_to_save.items():
+                copy.weight = known.modules_to_save[name].weight
