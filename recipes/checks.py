@@ -2,12 +2,14 @@
 
 import inspect
 import json
+import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from torch import nn
 from transformers import AutoTokenizer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -74,9 +76,11 @@ def check_plan(path: str, recipe: Recipe, training: TrainingArguments) -> nn.Mod
     Raises:
         ValueError: the model takes none of them, or blocks are longer than what one reads.
     """
-    if recipe.evaluate and training.distributed_state.distributed_type.value in ("FSDP", "DEEPSPEED"):
+    if recipe.evaluate and (is_sharded(training, "FSDP") or is_sharded(training, "DEEPSPEED")):
         raise ValueError("a sharded model is not measured here: give --evaluate false, and run python -m eval on the "
                          "output afterwards")  # fmt: skip
+    if parallelism(training).cp_size > 1 and recipe.documents != "joined":
+        raise ValueError("context parallelism knows no mask but the causal one: give documents: joined")
     config, _ = look(path)
     model = weightless_whole(config).root
     configured = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -91,6 +95,16 @@ def check_plan(path: str, recipe: Recipe, training: TrainingArguments) -> nn.Mod
     if recipe.train == "posenc" and recipe.posenc == models.NONE:
         require_own_parameters(model)
     return model
+
+
+def is_sharded(training: TrainingArguments, by: str) -> bool:
+    """Whether weights are split among processes, by `FSDP` or `DEEPSPEED`, as told or as `accelerate launch` says."""
+    return bool(getattr(training, by.lower())) or os.environ.get(f"ACCELERATE_USE_{by}", "false").lower() == "true"
+
+
+def parallelism(training: TrainingArguments) -> ParallelismConfig:
+    """How processes share the work: as told, or as `accelerate launch` says in the environment."""
+    return getattr(training, "parallelism_config", None) or ParallelismConfig()
 
 
 def _put(model: nn.Module, posenc: str, recipe: Recipe) -> int | None:

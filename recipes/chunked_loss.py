@@ -65,8 +65,9 @@ def _loss(model: nn.Module, name: str, forward: Any, inputs: dict[str, Any], lab
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
         inputs["encoder_outputs"] = model.get_encoder()(inputs["input_ids"], inputs.get("attention_mask"))
         replayed = {key: inputs[key] for key in ("encoder_outputs", "decoder_input_ids")}
-    else:
-        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    else:  # under context parallelism a process holds a part of the row, and its labels come shifted
+        shifted = inputs.pop("shift_labels", None)
+        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
     output, vocabulary = _run_body(model, name, forward, inputs)
     batch, length = targets.shape
     chunk = chunk or max(1, LOGITS_PER_CHUNK // (batch * vocabulary))

@@ -148,13 +148,13 @@ def _pack(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
     return rows
 
 
-def collate(rows: Sequence[dict[str, torch.Tensor]], pad_id: int) -> dict[str, torch.Tensor]:
-    """A batch `(rows, tokens)`, padded on the right to its longest row.
+def collate(rows: Sequence[dict[str, torch.Tensor]], pad_id: int, multiple: int = 1) -> dict[str, torch.Tensor]:
+    """A batch `(rows, tokens)`, padded on the right to its longest row and a multiple of tokens.
 
     Rows with an `attention_mask` are padded with zeros in it; padding of others is one more document.
     """
     batch: dict[str, list[torch.Tensor]] = {name: [] for name in rows[0]}
-    longest = {name: max(len(row[name]) for row in rows) for name in batch}
+    longest = {name: -(-max(len(row[name]) for row in rows) // multiple) * multiple for name in batch}
     fill = {"input_ids": pad_id, "labels": IGNORED, "attention_mask": 0}
     for row in rows:
         for name, values in row.items():

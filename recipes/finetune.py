@@ -25,7 +25,7 @@ from eval import data as texts
 from eval import models
 from eval.commands import console
 from recipes import evaluation
-from recipes.checks import check_plan, find_checkpoint, form_of, load_tokenizer
+from recipes.checks import check_plan, find_checkpoint, form_of, is_sharded, load_tokenizer, parallelism
 from recipes.chunked_loss import chunked_loss
 from recipes.data import Blocks, check_apart, collate, load_documents
 from recipes.schedules import Repatch, Schedule, Stage, steps_of
@@ -75,13 +75,15 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> nn.Module:
         measure(f"before, {hf_posenc.current(model)}", model)
         if first != last:
             hf_posenc.patch(model, first)
-    if recipe.documents == "packed":
+    partitioned = is_sharded(training, "DEEPSPEED")  # from loading on: no weight is whole
+    if recipe.documents == "packed" and not partitioned:
         check_apart(model)
-    model = prepare(model, recipe, wide=training.bf16 or training.fp16)
+    model = prepare(model, recipe, wide=(training.bf16 or training.fp16) and not partitioned)
+    whole_parts = 2 * parallelism(training).cp_size if parallelism(training).cp_size > 1 else 1
+    batches = functools.partial(collate, pad_id=tokenizer.pad_token_id, multiple=whole_parts)
     trainer = Trainer(
-        model, training, functools.partial(collate, pad_id=tokenizer.pad_token_id), schedule,
-        processing_class=tokenizer, callbacks=[Repatch(schedule, first)],
-    )  # fmt: skip
+        model, training, batches, schedule, processing_class=tokenizer, callbacks=[Repatch(schedule, first)]
+    )
     if recipe.chunk == 0:
         trainer.train(checkpoint)
     else:
@@ -98,8 +100,7 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> nn.Module:
 
 def plan(recipe: Recipe, training: TrainingArguments, documents: Any, form: Any) -> Schedule:
     """The samples of all steps; sets `max_steps`."""
-    parallel = getattr(training, "parallelism_config", None)
-    copies = training.world_size // (parallel.non_data_parallel_size if parallel else 1)
+    copies = training.world_size // parallelism(training).non_data_parallel_size
     per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * copies
     blocks = [Blocks(documents, length, recipe.documents) for length in recipe.lengths]
     shares = recipe.shares or [1.0] * len(blocks)

@@ -107,7 +107,7 @@ class Recipe:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Recipe, TrainingArguments]:
-    """`--config FILE.yaml` and `--key value` that override it.
+    """`--config FILE.yaml` and `--key value` that override it; `--data` and `--dataset` take each other's place.
 
     Raises:
         ValueError: an unknown key, with the nearest known one.
@@ -127,6 +127,9 @@ def parse(arguments: Sequence[str]) -> tuple[Recipe, TrainingArguments]:
     fixed = [key for key in (*written, *given) if key in FIXED]
     if fixed:
         raise ValueError(f"leave out {', '.join(fixed)}: the schedule decides over the order and form of the data")
+    for source, other in (("data", "dataset"), ("dataset", "data")):
+        if source in given:
+            written.pop(other, None)
     parser.set_defaults(**FIXED, **written)
     recipe, training, _, rest = parser.parse_args_into_dataclasses(
         list(arguments), return_remaining_strings=True, look_for_args_file=False

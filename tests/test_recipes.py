@@ -47,6 +47,13 @@ def test_yaml_is_read_numbers_as_people_write_them_and_the_command_line_wins(tmp
     assert training.learning_rate == 2e-5 and training.seed == 7
 
 
+def test_a_source_on_the_command_line_takes_the_place_of_the_other_in_yaml(tmp_path):
+    recipe, _ = parse(["--config", config_file(tmp_path, "data: [emma]"), "--dataset", "json"])
+    assert (recipe.data, recipe.dataset) == ([], "json")
+    recipe, _ = parse(["--config", config_file(tmp_path, "dataset: json"), "--data", "emma"])
+    assert (recipe.data, recipe.dataset) == (["emma"], None)
+
+
 @pytest.mark.parametrize(
     "key, near", [("learning_rat", "learning_rate"), ("posenk", "posenc"), ("lenghts", "lengths")]
 )
