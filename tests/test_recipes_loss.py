@@ -1,5 +1,10 @@
 """The chunked loss against the model's own, value and gradients, for heads of every kind."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import tiny
 import torch
@@ -93,3 +98,24 @@ def test_experts_whose_loss_would_be_left_out_are_refused():
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="set it to false"), chunked_loss(model):
         pass
+
+
+def test_labels_that_come_shifted_are_not_shifted_again():
+    """As for a part of a row under context parallelism, whose last label stands in the next part."""
+    model, inputs = tiny.TL().train(), labelled()
+    shifted = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    with chunked_loss(model, 5):
+        wanted = model(**inputs).loss
+        found = model(input_ids=inputs["input_ids"], labels=inputs["labels"].flip(1), shift_labels=shifted).loss
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.slow
+def test_a_model_in_shards_has_the_same_loss_and_gradients():
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parent), str(here)])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", here / "sharded.py"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0 and "alike" in done.stdout, done.stderr[-3000:]
