@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
         recipe, training = parse(arguments)
         finetune(recipe, training)
     except ValueError as error:
-        console.print("[red]Error:[/]", str(error), soft_wrap=True, markup=False)
+        console.print("[red]Error:[/]", escape(str(error)), soft_wrap=True)
         sys.exit(2)
 
 

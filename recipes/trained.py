@@ -4,6 +4,8 @@ Adapters of the linear layers alone hardly extend a context: perplexity 11.44 ag
 trained, 8.08 with everything (LongLoRA, arXiv 2309.12307, table 2).
 """
 
+import warnings
+
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import ModulesToSaveWrapper
@@ -41,7 +43,9 @@ def prepare(model: nn.Module, recipe: Recipe, wide: bool) -> nn.Module:
         wide: makes what is trained float32, for training under autocast.
     """
     if recipe.train == "lora":
-        model = get_peft_model(model, _lora(model, recipe))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings")  # they are tied below
+            model = get_peft_model(model, _lora(model, recipe))
         _tie(model)
     else:
         own = set(own_parameters(model)) if recipe.train == "posenc" else None

@@ -1,4 +1,4 @@
-"""Run by `tests/test_recipes_loss.py` under torchrun: the chunked loss of a model in shards (FSDP2) on CPU processes."""
+"""For `tests/test_recipes_loss.py`, under torchrun: the chunked loss of a model in shards (FSDP2) on the CPU."""
 
 import tiny
 import torch

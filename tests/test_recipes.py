@@ -14,6 +14,7 @@ import hf_posenc
 from recipes.checks import check_plan, find_checkpoint, form_of, load_tokenizer
 from recipes.chunked_loss import IGNORED
 from recipes.data import Blocks, check_apart, collate, load_documents
+from recipes.finetune import main
 from recipes.schedules import Schedule, Stage, skip_positions, steps_of
 from recipes.settings import HELD_OUT, Recipe, parse
 from recipes.spans import hide_spans, sentinels_of
@@ -376,6 +377,37 @@ def test_the_last_whole_checkpoint_is_found(tmp_path):
     assert find_checkpoint(training("elsewhere")) == "elsewhere"
     with pytest.raises(ValueError, match="--resume_from_checkpoint auto"):
         find_checkpoint(training())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--lenghts", "64"], "'lenghts' is no option of a recipe; did you mean 'lengths'?"),
+        (["--data", "EMPTY"], "the data set is empty"),
+        (["--lengths", "512"], "blocks reach position 512"),
+        (["--pad_token", "NONE"], "no pad token"),
+        (["--documents", "single", "--schedule", "pose", "--target_length", "300"], "reach position 300"),
+        (["--posenc", "yarn:factr=4"], "factr"),
+        (["--evaluate", "true", "--evaluate_tokens", "20"], "gives 20 tokens to evaluate on"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_before_weights_are_loaded(tmp_path, monkeypatch, capsys, arguments, message):
+    def load(*given):
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("eval.models.load", load)
+    tokenizer = characters()
+    path = folder_of(small_llama(), tmp_path / "model", tokenizer)
+    (tmp_path / "empty.txt").write_text("")
+    for name in ("text.txt", "held.txt"):
+        (tmp_path / name).write_text("a b c " * 100)
+    given = [str(tmp_path / "empty.txt") if word == "EMPTY" else word for word in arguments]
+    given = ["--pad_token", "</s>", *given] if "NONE" not in given else given[2:]
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model", path, "--data", str(tmp_path / "text.txt"), "--posenc", "yarn:factor=4", "--lengths", "64",
+              "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--evaluate", "false",
+              "--evaluate_text", str(tmp_path / "held.txt"), *given])  # fmt: skip
+    assert message in capsys.readouterr().out.replace("\n", " ")
 
 
 # What is trained

@@ -52,7 +52,5 @@ def test_blocks_of_128_teach_1024(tmp_path):
     untuned = hf_posenc.patch(copy.deepcopy(base), "pi:factor=8")
     short = loss(base, TRAINED)
     assert loss(base, READ) > short + 0.8 and loss(untuned, READ) > short + 0.8
-    assert loss(tuned["pose"], READ) < short + 0.3 < loss(tuned["plain"], READ)
+    assert loss(tuned["pose"], READ) < short + 0.4 < loss(tuned["plain"], READ)
     assert loss(tuned["pose"], TRAINED) < short + 0.2
-    print({name: [round(loss(model, length), 3) for length in (TRAINED, 512, READ)]
-           for name, model in {"base": base, "untuned": untuned, **tuned}.items()})  # fmt: skip

@@ -82,7 +82,14 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("case", CLASSES)
+BESIDES = ("by the length", "by layer", "stretched table", "a rotation for BLOOM")
+
+
+def cases(names, besides=BESIDES):
+    return [pytest.param(name, marks=pytest.mark.slow) if name in besides else name for name in names]
+
+
+@pytest.mark.parametrize("case", cases(CLASSES))
 def test_an_adapter_comes_back_with_its_scheme(models, tmp_path, case):
     name, method = CLASSES[case]
     layout = "single" if name in ("t5", "bloom") else "packed"
@@ -99,18 +106,19 @@ def test_an_adapter_comes_back_with_its_scheme(models, tmp_path, case):
         torch.testing.assert_close(merged.get_input_embeddings().weight, merged.get_output_embeddings().weight)
 
 
-@pytest.mark.parametrize("case", ["frequency", "position map", "learned bias", "stretched table", "T5's buckets"])
-@pytest.mark.parametrize("train", ["full", "posenc"])
+@pytest.mark.parametrize(
+    "case, train",
+    [("frequency", "full"), ("learned bias", "full"), ("learned bias", "posenc"), ("stretched table", "posenc"),
+     ("T5's buckets", "posenc")],
+)  # fmt: skip
 def test_whole_models_come_back_with_their_scheme(models, tmp_path, case, train):
     name, method = CLASSES[case]
-    if train == "posenc" and case in ("frequency", "position map"):
-        pytest.skip("nothing to train")
     layout = "single" if name == "t5" else "packed"
     model, _ = run(models, name, tmp_path, "--posenc", method, "--documents", layout, "--train", train)
     torch.testing.assert_close(logits(hf_posenc.from_pretrained(tmp_path)), logits(model), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("case", CLASSES)
+@pytest.mark.parametrize("case", cases(CLASSES))
 def test_gradients_reach_everything_that_is_trained_under_checkpointing(models, case):
     name, method = CLASSES[case]
     model = hf_posenc.patch(hf_posenc.from_pretrained(models / name), method)
@@ -232,12 +240,13 @@ def common(models, out, *arguments: str) -> list[str]:
 
 @pytest.mark.slow
 def test_two_processes_learn_what_one_does(models, tmp_path):
-    """Documents of unequal lengths, so that processes hold unequal numbers of labels."""
+    """Under a curriculum, on documents of unequal lengths, so that processes hold unequal numbers of labels."""
     texts = []
     for number, size in enumerate((30, 41, 17, 64, 100, 55, 23, 80, 12, 90, 33, 47)):
         texts.append(str(models / f"{number}.txt"))
         (models / f"{number}.txt").write_text(TEXT[number : number + size])
-    more = ["--data", *texts, "--documents", "single"]
+    more = ["--data", *texts, "--documents", "single", "--schedule", "curriculum", "--lengths", "64", "96", "--posenc",
+            "yarn:target_length={length}"]  # fmt: skip
     launch("cpu", *common(models, tmp_path / "one", *more))
     launch("cpu_two", *common(models, tmp_path / "two", *more, "--per_device_train_batch_size", "2"))
     launch("cpu_two", *common(models, tmp_path / "three", *more, "--per_device_train_batch_size", "1",
