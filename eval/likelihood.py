@@ -53,7 +53,7 @@ def token_losses(
     targets = input_ids[:, first:]
     model = without_wrapper(model)
     inputs = _inputs(model, input_ids, attention_mask, cache)
-    hidden, last_logits = _run_body(model, inputs) if takes(model, "logits_to_keep") else (None, None)
+    hidden, last_logits = _run_body(model, inputs) if _takes(model, "logits_to_keep") else (None, None)
     if hidden is None:
         logger.warning_once(f"{type(model).__name__} shows no hidden states before its head: all logits at once")
         return _losses(model(**inputs).logits[:, first - length - 1 : -1], targets)
@@ -85,7 +85,7 @@ def read_on(model: nn.Module, ids: Sequence[int], cache: Cache, keep: int = 1) -
     model = without_wrapper(model)
     row = torch.tensor([list(ids)], device=next(model.parameters()).device)
     inputs = {"attention_mask": row.new_ones(1, cache.get_seq_length() + len(ids)), "use_cache": True, CACHE: cache}
-    if takes(model, "logits_to_keep"):
+    if _takes(model, "logits_to_keep"):
         inputs["logits_to_keep"] = keep
     return model(input_ids=row, **inputs).logits[0, -keep:]
 
@@ -105,7 +105,7 @@ def without_wrapper(model: nn.Module) -> nn.Module:
     return model.get_base_model() if wrapped else model
 
 
-def takes(model: nn.Module, argument: str) -> bool:
+def _takes(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
 
 
@@ -116,7 +116,7 @@ def _inputs(model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Ten
         inputs[CACHE] = cache
     if attention_mask is not None and not bool(attention_mask.all()):
         inputs["attention_mask"] = attention_mask.to(input_ids.device)
-        if takes(model, "position_ids"):
+        if _takes(model, "position_ids"):
             inputs["position_ids"] = positions(inputs["attention_mask"])
     return inputs
 
