@@ -86,11 +86,15 @@ def _loss_of_spans(model: nn.Module, tokenizer: Any, ids: torch.Tensor, length: 
 
 
 class Measured:
-    """Rows of one run, kept in its folder so that a resumed run shows the same."""
+    """Rows of one run, kept in its folder.
 
-    def __init__(self, folder: str) -> None:
+    Args:
+        resumed: what the run measured before it stopped counts.
+    """
+
+    def __init__(self, folder: str, resumed: bool) -> None:
         self.path = Path(folder, FILE)
-        self.rows: dict[str, Row] = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.rows: dict[str, Row] = json.loads(self.path.read_text()) if resumed and self.path.exists() else {}
 
     def add(self, name: str, row: Row) -> None:
         self.rows[name] = row

@@ -67,7 +67,7 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> nn.Module:
         describe(schedule)
 
     model, _ = models.load(path, recipe.dtype, "cpu")
-    measured = evaluation.Measured(training.output_dir)
+    measured = evaluation.Measured(training.output_dir, resumed=checkpoint is not None)
     measure = functools.partial(measure_if_main, measured, tokenizer, recipe, training, ids)
     measure("before", model)
     last, first = recipe.posenc_at(recipe.lengths[-1]), schedule.at(0).posenc

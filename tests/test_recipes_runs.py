@@ -20,7 +20,7 @@ import hf_posenc
 from recipes.chunked_loss import chunked_loss
 from recipes.finetune import finetune
 from recipes.settings import Recipe, parse
-from recipes.trained import prepare
+from recipes.trained import own_parameters, prepare
 
 ROOT = Path(__file__).parents[1]
 TEXT = "The tide came in at noon and went out again before the evening, as it does on every day of the year. " * 40
@@ -122,7 +122,11 @@ def test_whole_models_come_back_with_their_scheme(models, tmp_path, case, train)
 def test_gradients_reach_everything_that_is_trained_under_checkpointing(models, case):
     name, method = CLASSES[case]
     model = hf_posenc.patch(hf_posenc.from_pretrained(models / name), method)
+    own = own_parameters(model)
     model = prepare(model, Recipe(data=["emma"]), wide=False).train()
+    trained = {key.replace("modules_to_save.default.", "") for key, weight in model.named_parameters()
+               if weight.requires_grad}  # fmt: skip
+    assert {f"base_model.model.{key}" for key in own} <= trained
     for weight in model.parameters():
         if weight.requires_grad:
             torch.nn.init.normal_(weight, std=0.1)
@@ -210,6 +214,9 @@ def test_before_and_after_in_one_table(models, tmp_path, capsys):
     assert all(set(row) == {"perplexity at 64", "perplexity at 512"} for row in rows.values())
     assert rows["after"]["perplexity at 64"] < rows["before, yarn:factor=8"]["perplexity at 64"]
     shown = capsys.readouterr().out
+    (tmp_path / "evaluation.json").write_text(json.dumps({"before": {}}))  # of another run
+    run(models, "llama", tmp_path, *more, "--passkey_trials", "0")
+    assert json.loads((tmp_path / "evaluation.json").read_text())["before"] == rows["before"]
     assert "perplexity at 512" in shown and f"{rows['after']['perplexity at 64']:.3f}" in shown
     run(models, "t5", tmp_path / "t5", *more[:-2], "--documents", "single", "--evaluate_lengths", "64")
     rows = json.loads((tmp_path / "t5" / "evaluation.json").read_text())
