@@ -6,7 +6,7 @@ Gemma 2, scales in Cohere and Granite, multipliers in Falcon-H1) are the model's
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,7 @@ def token_losses(
         raise ValueError(f"first={first} must lie between 1 and the last of {length} tokens")
     input_ids = input_ids.to(input_device(model))
     targets = input_ids[:, first:]
-    model = _without_wrapper(model)
+    model = without_wrapper(model)
     inputs = _inputs(model, input_ids, attention_mask, cache)
     hidden, last_logits = _run_body(model, inputs) if _takes(model, "logits_to_keep") else (None, None)
     if hidden is None:
@@ -59,7 +59,7 @@ def token_losses(
         return _losses(model(**inputs).logits[:, first - length - 1 : -1], targets)
     chunk = chunk or max(1, LOGITS_PER_CHUNK // (batch * last_logits.shape[-1]))
     losses = []
-    with _replaying(model, hidden) as logits_at:
+    with replaying(model, hidden) as logits_at:
         tolerance = max(1e-3, 4 * torch.finfo(last_logits.dtype).eps)
         if not torch.allclose(logits_at(length - 1, length)[:, -1], last_logits, tolerance, tolerance, equal_nan=True):
             raise ValueError(
@@ -82,7 +82,7 @@ def read_on(model: nn.Module, ids: Sequence[int], cache: Cache, keep: int = 1) -
     Returns:
         logits `(keep, vocabulary)`, each row for what follows that token.
     """
-    model = _without_wrapper(model)
+    model = without_wrapper(model)
     row = torch.tensor([list(ids)], device=input_device(model))
     inputs = {"attention_mask": row.new_ones(1, cache.get_seq_length() + len(ids)), "use_cache": True, CACHE: cache}
     if _takes(model, "logits_to_keep"):
@@ -99,7 +99,7 @@ def _losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.float().transpose(1, 2), targets.to(logits.device), reduction="none")
 
 
-def _without_wrapper(model: nn.Module) -> nn.Module:
+def without_wrapper(model: nn.Module) -> nn.Module:
     """The model inside a PEFT wrapper: adapters live in its layers. Prompt tuning lives in the wrapper: it stays."""
     wrapped = hasattr(model, "get_base_model") and not hasattr(model, "prompt_encoder")
     return model.get_base_model() if wrapped else model
@@ -135,9 +135,21 @@ def _run_body(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, torch.Tens
 
 
 @contextmanager
-def _replaying(model: nn.Module, output: Any) -> Iterator[Any]:
-    """Gives `logits_at(start, stop)`: the model's forward over `output`'s hidden states, its body left out."""
-    body, name = model.base_model, model.base_model_prefix
+def replaying(
+    model: nn.Module, output: Any, name: str | None = None, forward: Callable[..., Any] | None = None, **inputs: Any
+) -> Iterator[Any]:
+    """Gives `logits_at(start, stop)`: the model's forward over `output`'s hidden states, its body left out.
+
+    Args:
+        output: what the body returned, with `last_hidden_state` `(batch, length, width)`.
+        name: of the body among the model's modules; by default as transformers says.
+        forward: runs in place of a call of the model.
+        inputs: for the forward, in place of `(batch, stop − start)` token ids.
+    """
+    forward = forward or model
+    parent, _, name = (name or model.base_model_prefix).rpartition(".")
+    holder = model.get_submodule(parent)
+    body = getattr(holder, name)
     stand_in = _StandIn(body)
     hidden = output.last_hidden_state
 
@@ -145,13 +157,13 @@ def _replaying(model: nn.Module, output: Any) -> Iterator[Any]:
         part = hidden[:, start:stop]
         stand_in.output = type(output)(**{**output, "last_hidden_state": part})
         placeholder = torch.zeros(part.shape[:2], dtype=torch.long, device=part.device)
-        return model(input_ids=placeholder, use_cache=False).logits
+        return forward(**{"input_ids": placeholder, **inputs}, use_cache=False).logits
 
-    setattr(model, name, stand_in)
+    setattr(holder, name, stand_in)
     try:
         yield logits_at
     finally:
-        setattr(model, name, body)
+        setattr(holder, name, body)
 
 
 class _StandIn(nn.Module):

@@ -1,0 +1,1 @@
+"""Fine-tuning recipes: `accelerate launch recipes/finetune.py --config recipes/configs/NAME.yaml`."""

@@ -1,0 +1,153 @@
+"""What a recipe can say: own fields and all of transformers' `TrainingArguments`, from YAML and the command line."""
+
+# ruff: noqa: RUF009 (`option` makes a field)
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from eval.data import text_names
+
+LAYOUTS = ("packed", "single", "joined")
+SCHEDULES = ("plain", "curriculum", "mixed", "pose")
+TRAINED = ("lora", "full", "posenc")
+HELD_OUT = ("persuasion", "northanger_abbey")
+# The order of a schedule is the order in which its data set answers.
+FIXED = {"remove_unused_columns": False, "train_sampling_strategy": "sequential", "prediction_loss_only": True}
+# Remove when the oldest supported transformers knows these only.
+RENAMED = {
+    old: old.replace("gradient", "activation")
+    for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs")
+    if hasattr(TrainingArguments, old.replace("gradient", "activation"))
+}
+
+
+def option(default: Any, text: str) -> Any:
+    """A field with a help text."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class Recipe:
+    """Model, positional encoding, data and schedule; everything else is in `TrainingArguments`."""
+
+    model: str = option("smollm2", "Model folder, hub id, or smollm2.")
+    posenc: str = option("none", "A method as in yarn:factor=4; {length} becomes the length of the stage.")
+    dtype: str = option("auto", "Of the weights. What is trained is float32 under bf16 or fp16.")
+    train: str = option("lora", f"One of {', '.join(TRAINED)}; lora trains norms and embeddings too.")
+    lora_rank: int = option(8, "Of the adapters of the linear layers.")
+    lora_alpha: int = option(16, "Scale of the adapters, over the rank.")
+    lora_targets: list[str] = option(["all-linear"], "Names of linear layers, or all-linear.")
+    data: list[str] = option([], f"Text files, a document each, or names: {', '.join(text_names())}.")
+    dataset: str | None = option(None, "In place of data: what datasets.load_dataset or load_from_disk takes.")
+    dataset_config: str | None = option(None, "Its configuration.")
+    data_files: list[str] | None = option(None, "Its files, for json, parquet, text ...")
+    split: str = option("train", "Its split.")
+    text_column: str = option("text", "Its column with the documents.")
+    documents: str = option(
+        "packed", f"One of {', '.join(LAYOUTS)}: several to a block but apart, one, or read on across."
+    )
+    pad_token: str | None = option(None, "A token of the tokenizer, where it names none itself.")
+    schedule: str = option("plain", f"One of {', '.join(SCHEDULES)}.")
+    lengths: list[int] = option([2048], "Tokens of a block; several for curriculum (in this order) and mixed.")
+    shares: list[float] | None = option(None, "Share of the steps at each length. Default: equal.")
+    target_length: int | None = option(None, "For pose: tokens that its positions reach.")
+    chunk: int | None = option(None, "Tokens whose logits exist at once; 0: all. Default: what fits in 2^25 logits.")
+    evaluate: bool = option(True, "Perplexity and pass key before and after.")
+    evaluate_lengths: list[int] | None = option(None, "Tokens. Default: those trained at, and target_length.")
+    evaluate_text: str = option("persuasion", "A text kept out of training.")
+    evaluate_tokens: int = option(32768, "How much of it is read.")
+    passkey_trials: int = option(2, "Prompts per length and depth.")
+
+    def __post_init__(self) -> None:
+        for name, values in (("documents", LAYOUTS), ("schedule", SCHEDULES), ("train", TRAINED)):
+            given = getattr(self, name)
+            if given not in values:
+                raise ValueError(f"{name} is one of {', '.join(values)}, got {given!r}{_hint(given, values)}")
+        if bool(self.data) == bool(self.dataset):
+            raise ValueError("give either data (files or names of texts) or dataset (a source for `datasets`)")
+        named = [name for name in self.data if Path(name).stem in HELD_OUT]
+        if named:
+            raise ValueError(f"{', '.join(named)} is kept out of training, to be evaluated on: take other texts")
+        if self.evaluate and self.evaluate_text in self.data:
+            raise ValueError(f"{self.evaluate_text} is trained on: give another evaluate_text, or evaluate: false")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        several = self.schedule in ("curriculum", "mixed")
+        if not self.lengths or min(self.lengths) < 2 or (len(self.lengths) < 2) == several:
+            raise ValueError(f"the schedule {self.schedule} takes {'several lengths' if several else 'one length'} of "
+                             f"2 tokens or more, got lengths: {self.lengths}")  # fmt: skip
+        if self.shares is not None and (len(self.shares) != len(self.lengths) or min(self.shares) <= 0):
+            raise ValueError(f"shares {self.shares} must be positive, one for each of the lengths {self.lengths}")
+        if (self.schedule == "pose") != (self.target_length is not None):
+            raise ValueError("target_length and the schedule pose belong together: give both or neither")
+        if self.target_length is not None and self.target_length < self.lengths[0]:
+            raise ValueError(f"target_length {self.target_length} is shorter than the blocks of {self.lengths[0]}")
+        if self.schedule == "pose" and self.documents == "packed":
+            raise ValueError("pose skips positions, by which packed documents are told apart: give documents: single "
+                             "or joined")  # fmt: skip
+        if self.schedule == "mixed" and "{length}" in self.posenc:
+            raise ValueError("a mixed schedule has one encoding for all lengths: write its length out in posenc")
+
+    def posenc_at(self, length: int) -> str:
+        """The encoding of a stage."""
+        return self.posenc.replace("{length}", str(self.target_length or length))
+
+    @property
+    def longest(self) -> int:
+        """Positions that training reaches."""
+        return self.target_length or max(self.lengths)
+
+
+def parse(arguments: Sequence[str]) -> tuple[Recipe, TrainingArguments]:
+    """`--config FILE.yaml` and `--key value` that override it; `--data` and `--dataset` take each other's place.
+
+    Raises:
+        ValueError: an unknown key, with the nearest known one.
+    """
+    parser = HfArgumentParser((Recipe, TrainingArguments), allow_abbrev=False)
+    parser.add_argument("--config", help="A YAML file of these options.")
+    known = {one.name for kind in (Recipe, TrainingArguments) for one in fields(kind) if one.init}
+    config = parser.parse_known_args(arguments)[0].config
+    written = {RENAMED.get(key, key): value for key, value in (_read(config) if config else {}).items()}
+    given = [word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
+    for key in [
+        *written,
+        *(key for key in given if key not in ("config", "help") and key.removeprefix("no_") not in known),
+    ]:
+        if key not in known:
+            raise ValueError(f"{key!r} is no option of a recipe{_hint(key, known)}")
+    fixed = [key for key in (*written, *given) if key in FIXED]
+    if fixed:
+        raise ValueError(f"leave out {', '.join(fixed)}: the schedule decides over the order and form of the data")
+    for source, other in (("data", "dataset"), ("dataset", "data")):
+        if source in given:
+            written.pop(other, None)
+    parser.set_defaults(**FIXED, **written)
+    recipe, training, _, rest = parser.parse_args_into_dataclasses(
+        list(arguments), return_remaining_strings=True, look_for_args_file=False
+    )
+    if rest:
+        raise ValueError(f"{' '.join(rest)} belongs to no option")
+    return recipe, training
+
+
+def _read(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise ValueError(f"there is no configuration {path}")
+    content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold options, as in `lengths: [2048]`")
+    return content
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(word), sorted(known), 1, 0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
