@@ -30,16 +30,9 @@ from eval import memory, processes
 PACKAGES = ("torch", "transformers")
 MEASURING = ("memory.py", "speed.py")  # decide what a sample of the task `speed` is
 SHOWING = (
-    "__main__.py",
-    "compare.py",
-    "demo.py",
-    "manifest.py",
-    "page.py",
-    "processes.py",
-    "report.py",
-    "results.py",
+    "__main__.py", "compare.py", "demo.py", "manifest.py", "page.py", "processes.py", "report.py", "results.py",
     "scores.py",
-)
+)  # fmt: skip
 
 
 class Results:

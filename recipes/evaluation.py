@@ -64,10 +64,8 @@ def measure(model: nn.Module, tokenizer: Any, recipe: Recipe, ids: torch.Tensor)
             continue
         found[f"perplexity at {length:,}"] = perplexity(model, [ids], window=length).perplexity
         if recipe.passkey_trials:
-            answers = [
-                one.correct[SCORING]
-                for one in passkey(model, tokenizer, [length], depths=DEPTHS, trials=recipe.passkey_trials)
-            ]
+            found_keys = passkey(model, tokenizer, [length], depths=DEPTHS, trials=recipe.passkey_trials)
+            answers = [one.correct[SCORING] for one in found_keys]
             found[f"pass keys of {len(answers)} at {length:,}"] = sum(answers)
     model.train(training)
     return found
