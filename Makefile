@@ -44,7 +44,7 @@ wheels: $(VENV)/installed
 		rm -rf build/venv && $(PYTHON) -m venv build/venv && \
 		sed '/^transformers==/d; /^huggingface_hub==/d; /^tokenizers==/d; /^peft==/d' constraints.txt > build/constraints.txt && \
 		build/venv/bin/pip install --quiet -c build/constraints.txt "$$(ls build/wheels/*.whl)" transformers==$$version \
-			peft pytest hypothesis && \
+			peft pytest pytest-xdist hypothesis && \
 		(cd build && venv/bin/python -c "import hf_posenc, transformers; print(hf_posenc.__file__, transformers.__version__)") && \
-		build/venv/bin/python -P -m pytest $(CORE_TESTS) || exit 1; \
+		build/venv/bin/python -P -m pytest -n auto $(CORE_TESTS) || exit 1; \
 	done
