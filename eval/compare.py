@@ -15,6 +15,7 @@ from eval.results import Results
 from eval.scores import blocks, effective_lengths, paired_bootstrap, wilson
 
 BLOCK = 256  # tokens: neighbouring ones are easy or hard together, blocks of them hardly
+FEWEST = 10  # units: of fewer, an interval is too narrow to call a difference sure
 WITHIN, BEYOND = "within", "beyond"
 
 
@@ -61,23 +62,25 @@ class Measure:
 class Cell:
     """One encoding in one column: a length, or all that lies `within` or `beyond` the trained length.
 
-    `difference` is to the first encoding, `low` and `high` its 95 % interval; None where there is nothing to compare,
-    or too little to know.
+    `interval` is of the value, 95 %. `difference` is to the first encoding, `low` and `high` its interval; None where
+    there is nothing to compare, or too little to know.
     """
 
     posenc: str
     column: int | str
     value: float
     units: int
-    interval: tuple[float, float] | None = None
+    interval: tuple[float | None, float | None] = (None, None)
     difference: float | None = None
     low: float | None = None
     high: float | None = None
 
     @property
     def is_sure(self) -> bool:
-        """Whether the interval of the difference leaves out 0."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        """Whether the interval of the difference leaves out 0 and stands on enough units to mean it."""
+        if self.low is None or self.high is None or self.units < FEWEST:
+            return False
+        return self.low > 0 or self.high < 0
 
 
 def prompt_units(score: Callable[[dict[str, Any]], float], key: Sequence[str], **fields: Any) -> Units:
@@ -160,7 +163,9 @@ def describe(measure: Measure, cells: Sequence[Cell]) -> dict[str, Any]:
     effective = {posenc: effective_lengths(by_length) for posenc, by_length in scores.items()}
     return {
         "task": measure.task, "title": measure.title, "unit": "%" if measure.percent else "nats per token",
-        "better": "lower" if measure.lower else "higher", "cells": [{**asdict(c), "sure": c.is_sure} for c in cells],
+        "better": "lower" if measure.lower else "higher",
+        "counted": "blocks of tokens" if measure.nested else "prompts",
+        "cells": [{**asdict(c), "sure": c.is_sure} for c in cells],
         "effective_length": effective,
     }  # fmt: skip
 
@@ -182,19 +187,20 @@ def _units(measure: Measure, results: Results, posenc: str, lengths: Sequence[in
 
 
 def _cell(measure: Measure, posenc: str, column: int | str, mine: list[Unit], base: list[Unit] | None) -> Cell:
-    value, count = _mean(mine), len(mine)
-    interval = (
-        _percentages(wilson(min(sum(unit.value for unit in mine) / 100, count), count)) if measure.percent else None
-    )
-    difference = math.nan if base is None else value - _mean(base)
-    if base is None or not math.isfinite(difference):
+    value, count, weights = _mean(mine), len(mine), [unit.weight for unit in mine]
+    values = [unit.value for unit in mine]
+    if not math.isfinite(value):
+        return Cell(posenc, column, value, count)
+    if measure.percent:
+        low, high = wilson(min(sum(values) / 100, count), count)
+        interval = round(100 * low, 1), round(100 * high, 1)
+    else:
+        _, low, high = paired_bootstrap(values, [0.0] * count, weights=weights)
+        interval = (low, high)
+    if base is None or not math.isfinite(_mean(base)):
         return Cell(posenc, column, value, count, interval)
-    _, low, high = paired_bootstrap([unit.value for unit in mine], [unit.value for unit in base])
+    difference, low, high = paired_bootstrap(values, [unit.value for unit in base], weights=weights)
     return Cell(posenc, column, value, count, interval, difference, low, high)
-
-
-def _percentages(interval: tuple[float, float]) -> tuple[float, float]:
-    return round(100 * interval[0], 1), round(100 * interval[1], 1)
 
 
 def _mean(units: Sequence[Unit]) -> float:

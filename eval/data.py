@@ -106,7 +106,14 @@ def text(name: str) -> str:
         return "".join(part for _, part in _read_offline(name))
     if not Path(name).is_file():
         raise ValueError(f"{name!r} is neither a file nor one of the offline texts: {', '.join(text_names())}")
-    return Path(name).read_text(encoding="utf-8")
+    return _read_file(Path(name))
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it") from None
 
 
 def documents(source: str, count: int | None = None) -> dict[str, str]:
@@ -212,7 +219,7 @@ def _read_folder(folder: Path, name: str) -> Iterator[tuple[str, str]]:
             f"no {', '.join(SUFFIXES)} file lies in {folder} or below; a data set that `save_to_disk` wrote is "
             f"{rows.PREFIX}{folder}"
         )
-    return ((f"{name}/{path.relative_to(folder).as_posix()}", path.read_text(encoding="utf-8")) for path in files)
+    return ((f"{name}/{path.relative_to(folder).as_posix()}", _read_file(path)) for path in files)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -31,9 +31,11 @@ def grade(
         answer_ids, key_ids: generated tokens and those of the right answer, for `exact_tokens`.
 
     Raises:
-        ValueError: an unknown scoring, or `exact_tokens` without tokens.
+        ValueError: an unknown scoring, no references or an empty one, or `exact_tokens` without tokens.
     """
     check_scoring(scoring)
+    if not references or not all(references):
+        raise ValueError("there is nothing right to find: give references, none of them empty")
     if scoring == EXACT_TOKENS:
         if not key_ids:
             raise ValueError(f"{EXACT_TOKENS} needs the tokens of the answer and of the key: use {FIRST_NUMBER} or "

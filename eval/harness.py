@@ -12,9 +12,12 @@ from 0 to 1 as the harness has them. Its perplexity reads each text apart, a pre
 
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from datasets import Dataset
 
@@ -87,7 +90,7 @@ def as_lm(model: Any, tokenizer: Any, max_length: int | None = None) -> UncutLM:
             changes to the length it reaches.
     """
     if max_length is None:
-        max_length = model.config.get_text_config(decoder=True).to_dict().get("max_position_embeddings")
+        max_length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if max_length is None:
         raise ValueError("this model's configuration says no max_position_embeddings: give max_length")
     return UncutLM(pretrained=model, tokenizer=tokenizer, max_length=max_length, batch_size=1)
@@ -153,9 +156,10 @@ def score(
         tasks = offline_tasks(tokenizer, [task], length, limit=limit, seed=seed, text=text)
         manager = TaskManager(include_defaults=False)
     try:
-        found = lm_eval.simple_evaluate(
-            model=lm, tasks=tasks, limit=limit, bootstrap_iters=0, log_samples=False, task_manager=manager
-        )
+        with _alone():
+            found = lm_eval.simple_evaluate(
+                model=lm, tasks=tasks, limit=limit, bootstrap_iters=0, log_samples=False, task_manager=manager
+            )
     except OSError as error:
         raise ValueError(f"{task} of lm-evaluation-harness needs data from the hub: {error}") from error
     better = {name: more for by_metric in found["higher_is_better"].values() for name, more in by_metric.items()}
@@ -170,6 +174,13 @@ def score(
         "better": {name: "higher" if better[name.split(",")[0]] else "lower" for name in metrics},
         "prompts": sum(samples["effective"] for samples in found["n-samples"].values()),
     }
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """The harness gives results to the first of several processes only; here each scores tasks of its own."""
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
+        yield
 
 
 @functools.cache

@@ -23,6 +23,10 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 SMALLEST = 2**22  # bytes: the kernel counts pages in lots, up to half a MiB off
 
 
+class TooLittle(ValueError):
+    """What is asked for needs less memory than can be told from noise."""
+
+
 def why_not(device: torch.device) -> str | None:
     """Why memory cannot be measured on this machine; None if it can."""
     if device.type == "cuda":
@@ -83,9 +87,7 @@ def in_child(name: str, dtype: str) -> Measure:
             raise ValueError(f"memory of {posenc} at {length} tokens cannot be measured, leave it out ({reason})")
         peak = int(done.stdout.split()[-1])
         if peak < SMALLEST:
-            raise ValueError(
-                f"{length} tokens need too little memory to measure it: give longer lengths or leave it out"
-            )
+            raise TooLittle(f"{length} tokens need too little memory to measure it: give longer lengths")
         return {"memory": peak}
 
     return measure

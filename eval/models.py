@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from transformers import AutoTokenizer, GenerationMixin
 
 import hf_posenc
 from eval import data, processes
+from hf_posenc.embeddings import Learned, Silent
+from hf_posenc.families import locate
 
 NONE = "none"
 SPLIT = "split"
@@ -38,14 +41,50 @@ def load(name: str, dtype: str = "bfloat16", device: str = "auto") -> tuple[nn.M
         raise ValueError("--device split gives one process all accelerators: start it without several processes")
     if device == "auto":
         device = processes.device()
+    _check_device(device)
     path = str(data.smollm2()) if name == "smollm2" else name
     placed = {"device_map": "auto"} if device == SPLIT else {}
     try:
         model = hf_posenc.from_pretrained(path, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **placed)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = load_tokenizer(path)
     except OSError as error:
         raise ValueError(f"cannot load {name!r}; give a model folder, a hub id or `smollm2`: {error}") from error
-    return (model.eval() if placed else model.eval().to(device)), tokenizer
+    model = model.eval() if placed else model.eval().to(device)
+    _check_causal(model)
+    return model, tokenizer
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a folder or hub id; for an adapter that brings none, its base model's."""
+    adapter = Path(path, "adapter_config.json")
+    if adapter.exists() and not any(Path(path).glob("tokenizer*")):
+        path = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device="cpu" if device == SPLIT else device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} is not here: {str(error).splitlines()[0]}; give cpu or auto") from error
+
+
+@torch.no_grad()
+def _check_causal(model: nn.Module) -> None:
+    """Measures that a token's logits do not depend on later ones.
+
+    Raises:
+        ValueError: they do, or the model has an encoder.
+    """
+    kind = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{kind} has an encoder and a decoder; what is measured here is of causal language models")
+    ids = torch.arange(8, device=input_device(model))[None]
+    other = ids.clone()
+    other[0, -1] = 20
+    logits = [model(input_ids=row, use_cache=False)[0][:, 0] for row in (ids, other)]
+    if not torch.allclose(*logits, rtol=1e-2, atol=1e-3, equal_nan=True):
+        raise ValueError(f"{kind} sees later tokens too; what is measured here is of causal language models")
 
 
 def input_device(model: nn.Module) -> torch.device:
@@ -77,24 +116,49 @@ def quickest_dtype(device: str = "auto") -> str:
     return "float32" if on_cpu and not has_unit() else "bfloat16"
 
 
-def full_names(model: nn.Module, posencs: Sequence[str]) -> list[str]:
-    """Every method with its parameters, as results are filed; each is tried on first, so a wrong one fails at once."""
+def full_names(model: nn.Module, posencs: Sequence[str], lengths: Sequence[int] = ()) -> list[str]:
+    """Every method with its parameters, as results are filed; each is tried on first, so a wrong one fails at once.
+
+    Args:
+        lengths: tokens that are going to be read; a table of positions must have as many.
+
+    Raises:
+        ValueError: a method that is unknown, does not fit, cannot read a length, or is given twice.
+    """
     names = []
     for posenc in posencs:
-        with applied(model, posenc) as name:
-            names.append(name)
+        try:
+            with applied(model, posenc) as name:
+                rows = _positions_known(model)
+        except TypeError as error:  # a value of a wrong kind, as in yarn:factor=abc
+            raise ValueError(f"{posenc}: {error}") from error
+        if rows is not None and max(lengths, default=0) > rows:
+            raise ValueError(f"{name} has positions for {rows:,} tokens and no more: leave it out, or give shorter "
+                             "lengths")  # fmt: skip
+        names.append(name)
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise ValueError(f"{', '.join(sorted(repeated))} is given more than once")
     return names
 
 
+def _positions_known(model: nn.Module) -> int | None:
+    """Rows of a table of positions, beyond which a model cannot read; None without a table."""
+    try:
+        family = locate(model)
+    except hf_posenc.UnsupportedMethodError:
+        return None
+    native = family.native
+    bound = isinstance(native, Learned) and not isinstance(native.table, Silent)
+    return native.trained_length if bound else None
+
+
 def trained_length(model: nn.Module) -> int | None:
     """Context in tokens that the unpatched model was made for; None where its configuration does not say."""
     with applied(model, NONE):
-        config = model.config.get_text_config().to_dict()
-    scaling = config.get("rope_parameters") or {}
-    return scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        config = model.config.get_text_config()
+    scaling = config.to_dict().get("rope_parameters") or {}
+    return scaling.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
 
 
 def attention(model: nn.Module) -> str:
@@ -114,14 +178,13 @@ def reads_in_pieces(model: nn.Module) -> bool:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Short hash of configuration and weights (a sample of each tensor), so that results of two models never mix."""
+    """Short hash of configuration and weights, so that results of two models never mix."""
     with applied(model, NONE):
         config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     found = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(_tensors(model)):
-        flat = tensor.flatten()
-        sample = flat[:: max(1, flat.numel() // 64)].double().cpu().numpy()
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + sample.tobytes())
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
     return found.hexdigest()[:12]
 
 
@@ -165,6 +228,8 @@ def bos_of(tokenizer: Any) -> int | None:
 def numbers(texts: Sequence[str], kind: type = int) -> list[Any]:
     """Values of an option given as `--lengths 2048,4096`, or repeated, or both; sorted, each once."""
     pieces = [piece for text in texts for piece in re.split(r"[,\s]+", text.strip()) if piece]
+    if not pieces:
+        raise ValueError("there are no numbers where some are needed: give them as in 2048,4096")
     try:
         return sorted({kind(piece) for piece in pieces})
     except ValueError:

@@ -33,7 +33,11 @@ Rows = list[list[Entry]]
 def to_markdown(comparison: Comparison) -> str:
     """Tables of damage and gain, of every measure by length, and of costs."""
     trained = _count(comparison["trained_length"])
-    parts = [f"# {title(comparison)}", intro(comparison), "## Within the trained length and beyond it"]
+    parts = [
+        f"# {title(comparison).replace('|', ' ').replace('<', '&lt;')}",
+        intro(comparison),
+        "## Within the trained length and beyond it",
+    ]
     parts.append(_markdown_table(summary(comparison)))
     for measure in comparison["measures"]:
         parts += [f"## {measure['title']}, by length", _markdown_table(by_length(measure, comparison))]
@@ -42,20 +46,22 @@ def to_markdown(comparison: Comparison) -> str:
     if comparison["examples"]:
         parts += ["## Answers", _markdown_table(examples(comparison))]
     parts += ["## Cost", _markdown_table(costs(comparison))]
-    parts.append(f"Trained length: {trained} tokens. Differences are to `{comparison['posencs'][0]}`, with 95 % "
-                 "intervals of a paired bootstrap; an asterisk marks those that leave out 0.")  # fmt: skip
+    base = comparison["posencs"][0]
+    parts.append(f"Trained length: {trained} tokens. Differences are to `{base}`, with 95 % intervals of a paired "
+                 "bootstrap; an asterisk marks those that leave out 0, of 10 units or more.")  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 
 def to_csv(comparison: Comparison) -> str:
     """One line per encoding, measure and column."""
     out = io.StringIO()
-    fields = ("posenc", "column", "value", "units", "difference", "low", "high")
+    fields = ("posenc", "column", "value", "units", "difference", "low", "high", "sure")
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("task", "title", "unit", "better", *fields))
+    writer.writerow(("task", "title", "unit", "better", *fields, "value_low", "value_high"))
     for measure in comparison["measures"]:
         shared = [measure[name] for name in ("task", "title", "unit", "better")]
-        writer.writerows([*shared, *(cell[name] for name in fields)] for cell in measure["cells"])
+        for cell in measure["cells"]:
+            writer.writerow([*shared, *(cell[name] for name in fields), *cell["interval"]])
     return out.getvalue()
 
 
@@ -79,7 +85,8 @@ def to_html(comparison: Comparison, figures: Sequence[Mapping[str, Any]], manife
 
 
 def title(comparison: Comparison) -> str:
-    return f"{comparison['model']}: {len(comparison['posencs'])} positional encodings"
+    count = len(comparison["posencs"])
+    return f"{comparison['model']}: {count} positional encoding{'' if count == 1 else 's'}"
 
 
 def intro(comparison: Comparison) -> str:
@@ -99,7 +106,8 @@ def summary(comparison: Comparison) -> Rows:
     for measure in comparison["measures"]:
         for column in _parts(measure):
             place = f"{'up to' if column == WITHIN else 'beyond'} {_count(trained)}" if trained else "all lengths"
-            head = Entry(f"{measure['title']}, {place}", f"{measure['better']} is better")
+            note = f"{measure['better']} is better, {_counted(measure, column)}"
+            head = Entry(f"{measure['title']}, {place}", note)
             rows.append([head, *(_entry(measure, posenc, column) for posenc in comparison["posencs"])])
     return rows
 
@@ -107,9 +115,10 @@ def summary(comparison: Comparison) -> Rows:
 def by_length(measure: Mapping[str, Any], comparison: Comparison) -> Rows:
     """One column per length."""
     trained, lengths = comparison["trained_length"], [c for c in _columns(measure) if isinstance(c, int)]
-    marks = [
-        "" if trained is None or length <= trained else f"{length / trained:.3g} times trained" for length in lengths
-    ]
+    marks = [_counted(measure, length) for length in lengths]
+    for index, length in enumerate(lengths):
+        if trained is not None and length > trained:
+            marks[index] = f"{length / trained:.3g} times trained, {marks[index]}"
     head = [Entry("encoding"), *(Entry(_count(length), mark) for length, mark in zip(lengths, marks, strict=True))]
     return [head] + [
         [Entry(posenc, code=True), *(_entry(measure, posenc, length) for length in lengths)]
@@ -154,16 +163,25 @@ def _entry(measure: Mapping[str, Any], posenc: str, column: int | str) -> Entry:
         return Entry("-")
     percent = measure["unit"] == "%"
     digits = 1 if percent else 3
+    if cell["value"] is None:
+        return Entry("not a number", mark="worse")
     text = f"{cell['value']:.{digits}f}{' %' if percent else ''}"
     if cell["difference"] is None:
-        return Entry(text, "" if cell["interval"] is None else "{:.0f} to {:.0f}".format(*cell["interval"]))
-    note = f"{cell['difference']:+.{digits}f}"
-    if cell["low"] == cell["high"] == 0:
+        low, high = cell["interval"]
+        return Entry(text, "" if low is None else f"{low:.{digits}f} to {high:.{digits}f}")
+    if cell["difference"] == cell["low"] == cell["high"] == 0:
         return Entry(text, "the same everywhere")
+    note = f"{cell['difference']:+.{digits}f}"
     if cell["low"] is not None:
         note += f" ({cell['low']:+.{digits}f} to {cell['high']:+.{digits}f})"
     better = (cell["difference"] < 0) == (measure["better"] == "lower")
     return Entry(text, note, ("better" if better else "worse") if cell["sure"] else "")
+
+
+def _counted(measure: Mapping[str, Any], column: int | str) -> str:
+    """How many units stand behind the cells of a column."""
+    count = next(cell["units"] for cell in measure["cells"] if cell["column"] == column)
+    return f"{count} {measure['counted']}" if count > 1 else f"1 {measure['counted'].replace('s', '', 1)}"
 
 
 def _columns(measure: Mapping[str, Any]) -> list[int | str]:

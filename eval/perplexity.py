@@ -135,9 +135,11 @@ def as_documents(
 ) -> list[torch.Tensor]:
     """One-dimensional tensors of token ids, without padding."""
     if isinstance(ids, torch.Tensor):
-        rows = list(ids.reshape(-1, ids.shape[-1]))
+        rows = list(ids[None] if ids.dim() == 1 else ids)
     else:
         rows = [torch.as_tensor(document) for document in ids]
+    if not rows or any(row.is_floating_point() for row in rows):
+        raise ValueError("ids must be token ids, of one document or of several")
     if attention_mask is not None:
         masks = attention_mask.reshape(-1, attention_mask.shape[-1]).bool()
         rows = [row[mask] for row, mask in zip(rows, masks, strict=True)]

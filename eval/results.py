@@ -16,6 +16,7 @@ the same folder is refused. Under `accelerate launch` every process but the firs
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -30,8 +31,8 @@ from eval import memory, processes
 PACKAGES = ("torch", "transformers")
 MEASURING = ("memory.py", "speed.py")  # decide what a sample of the task `speed` is
 SHOWING = (
-    "__main__.py", "compare.py", "demo.py", "manifest.py", "page.py", "processes.py", "report.py", "results.py",
-    "scores.py",
+    "__main__.py", "__init__.py", "compare.py", "demo.py", "fetch.py", "manifest.py", "page.py", "processes.py",
+    "report.py", "results.py", "scores.py", "tasks.py",
 )  # fmt: skip
 
 
@@ -108,7 +109,7 @@ class Results:
 
     def write(self, name: str, content: Any) -> None:
         """Writes a JSON file whose content follows from the samples; the first process alone does."""
-        self.write_text(name, json.dumps(content, indent=2) + "\n")
+        self.write_text(name, json.dumps(without_nan(content), indent=2) + "\n")
 
     def write_text(self, name: str, content: str) -> None:
         """Writes a file whole or not at all; the first process alone does."""
@@ -158,6 +159,15 @@ class Results:
                 yield self._key_of(sample), sample
 
 
+def without_nan(content: Any) -> Any:
+    """What JSON can say: null in place of numbers that are infinite or none."""
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {key: without_nan(value) for key, value in content.items()}
+    return [without_nan(value) for value in content] if isinstance(content, list | tuple) else content
+
+
 def _mend(path: Path) -> None:
     """Takes off a last line cut short by a kill, or ends it, so that the next one starts on its own."""
     content = path.read_bytes()
@@ -192,8 +202,11 @@ def _not_written(path: Path, error: OSError) -> ValueError:
 def _code(task: str) -> dict[str, str]:
     """Versions of what computes, and a hash of our own sources: a number never outlives the code that made it."""
     here = Path(__file__).parent
-    own = MEASURING if task == "speed" else [p.name for p in here.glob("*.py") if p.name not in (*MEASURING, *SHOWING)]
-    sources = sorted([*Path(hf_posenc.__file__).parent.rglob("*.py"), *(here / name for name in own)])
+    if task == "speed":
+        own = [here / name for name in MEASURING]
+    else:
+        own = [path for path in here.rglob("*.py") if path.name not in (*MEASURING, *SHOWING)]
+    sources = sorted([*Path(hf_posenc.__file__).parent.rglob("*.py"), *own])
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     return {**{package: importlib.metadata.version(package) for package in PACKAGES}, "hf_posenc": digest}
 

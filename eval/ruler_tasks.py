@@ -26,6 +26,7 @@ REPEATS = (
 )  # of common and of other words: the first that takes half the room
 CWE_WORDS = 150_000  # tokens of length for which our words suffice at three repeats
 FREQUENT = 3
+FEWEST_SENTENCES = 10  # of a text; a longer prompt has them several times
 ALPHA = 2.0
 ZETA = 1.6449340668  # of ALPHA
 
@@ -229,6 +230,8 @@ def _prose(text: str | None, draw: random.Random) -> Iterator[str]:
         while True:
             yield draw.choice(FRAMES).format(draw.choice(ADJECTIVES), *draw.sample(NOUNS, 2))
     sentences = re.split(r"(?<=[.!?])\s+", " ".join(text.split()))
+    if len(sentences) < FEWEST_SENTENCES:
+        raise ValueError(f"the text has {len(sentences)} sentences, too few to hide anything in: give a longer one")
     begin = draw.randrange(len(sentences))
     yield from itertools.cycle(sentences[begin:] + sentences[:begin])
 

@@ -82,7 +82,13 @@ def wilson(hits: float, trials: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def paired_bootstrap(
-    mine: Sequence[float], base: Sequence[float], *, resamples: int = 10_000, seed: int = 0, confidence: float = 0.95
+    mine: Sequence[float],
+    base: Sequence[float],
+    *,
+    weights: Sequence[float] | None = None,
+    resamples: int = 10_000,
+    seed: int = 0,
+    confidence: float = 0.95,
 ) -> tuple[float, float | None, float | None]:
     """Mean difference of two scores of the same units, and its interval (Efron's percentile bootstrap).
 
@@ -94,6 +100,7 @@ def paired_bootstrap(
     Args:
         mine: one score per unit.
         base: what it is compared with, of the same units in the same order.
+        weights: of the units, as their numbers of tokens; by default all alike.
 
     Returns:
         Mean of mine − base, and the low and the high end; both None where there is one unit, which says nothing of
@@ -111,7 +118,10 @@ def paired_bootstrap(
     if not numpy.isfinite(pair).all():
         raise ValueError("a score is infinite or not a number: leave its unit out of both, and say so")
     differences = pair[0] - pair[1]
-    mean, count = float(differences.mean()), len(differences)
+    sizes = numpy.ones(len(differences)) if weights is None else numpy.asarray(weights, dtype=float)
+    if sizes.shape != differences.shape or not (sizes > 0).all():
+        raise ValueError("weights must be positive, one for each unit")
+    mean, count = float(numpy.average(differences, weights=sizes)), len(differences)
     if count == 1:
         return mean, None, None
     if (differences == differences[0]).all():
@@ -120,7 +130,8 @@ def paired_bootstrap(
     step = max(1, DRAWN_AT_ONCE // count)
     for start in range(0, resamples, step):
         part = means[start : start + step]
-        part[:] = differences[draw.integers(count, size=(len(part), count))].mean(axis=1)
+        drawn = draw.integers(count, size=(len(part), count))
+        part[:] = (differences * sizes)[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
     tail = (1 - confidence) / 2
     low, high = mean + math.sqrt(count / (count - 1)) * (numpy.quantile(means, [tail, 1 - tail]) - mean)
     return mean, float(low), float(high)

@@ -181,8 +181,11 @@ def patched(model: Model, method: str | Method | type[Method], **parameters: Any
 
 
 def current(model: nn.Module) -> Method | None:
-    """The method in force on a model, or None."""
-    patch_in_force = _patch_of(locate(model).owner)
+    """The method in force on a model, or None: also where no method can be."""
+    try:
+        patch_in_force = _patch_of(locate(model).owner)
+    except UnsupportedMethodError:
+        return None
     return patch_in_force.method if patch_in_force else None
 
 

@@ -51,20 +51,20 @@ def column(cells, posenc, name):
 
 def test_losses_are_split_at_the_trained_length_and_weighted_by_tokens():
     samples = [
-        losses("none", 3000, 2.0),
-        losses("yarn", 3000, 0.0),
+        losses("none", 5000, 2.0),
+        losses("yarn", 5000, 0.0),
         losses("none", 500, 2.0),
         losses("yarn", 500, 0.0),
     ]
-    cells = compare(LOSS, Filed(samples), ["none", "yarn"], [500, 3000], TRAINED)
+    cells = compare(LOSS, Filed(samples), ["none", "yarn"], [500, 5000], TRAINED)
     for sample in samples[:2]:
         whole = numpy.array(sample["losses"])
-        for name, part in ((WITHIN, whole[: TRAINED - 1]), (BEYOND, whole[TRAINED - 1 :]), (3000, whole)):
+        for name, part in ((WITHIN, whole[: TRAINED - 1]), (BEYOND, whole[TRAINED - 1 :]), (5000, whole)):
             assert column(cells, sample["posenc"], name).value == pytest.approx(part.mean(), abs=1e-12)
     beyond, within = column(cells, "yarn", BEYOND), column(cells, "yarn", WITHIN)
     assert beyond.difference == pytest.approx(-2) and beyond.is_sure and beyond.low <= -2 <= beyond.high
     assert within.difference == 0 and not within.is_sure
-    assert beyond.units == 2000 // BLOCK and within.units == 999 // BLOCK  # of the longest length alone
+    assert beyond.units == 4000 // BLOCK and within.units == 999 // BLOCK  # of the longest length alone
     assert column(cells, "none", BEYOND).difference is None
 
 
@@ -99,24 +99,34 @@ def test_only_what_all_encodings_have_is_compared():
     assert column(cells, "none", 500).value == 100
 
 
+def test_few_units_are_never_sure():
+    base = prompts("none", lambda *_: False)
+    mine = prompts("yarn", lambda *_: True)
+    few = [sample for sample in base + mine if sample["depth"] == 0 and sample["trial"] < 9]
+    cells = compare(PASSKEY, Filed(few), ["none", "yarn"], [500], TRAINED)
+    assert column(cells, "yarn", 500).low == 100 and not column(cells, "yarn", 500).is_sure
+    cells = compare(PASSKEY, Filed(base + mine), ["none", "yarn"], [500], TRAINED)
+    assert column(cells, "yarn", 500).is_sure
+
+
 def test_a_loss_that_is_no_number_is_shown_and_not_compared():
-    broken = losses("pi", 3000, 0.0)
+    broken = losses("pi", 5000, 0.0)
     broken["losses"][-1] = float("inf")
-    cells = compare(LOSS, Filed([losses("none", 3000, 0.0), broken]), ["none", "pi"], [3000], TRAINED)
+    cells = compare(LOSS, Filed([losses("none", 5000, 0.0), broken]), ["none", "pi"], [5000], TRAINED)
     assert column(cells, "pi", BEYOND).value == float("inf") and column(cells, "pi", BEYOND).difference is None
 
 
 @pytest.fixture
 def comparison():
     names = ["none", "self_extend:group_size=4,window=2048+yarn:factor=2"]
-    filed = Filed([losses(name, 3000, 2.0 if name == "none" else 0.0) for name in names])
+    filed = Filed([losses(name, 5000, 2.0 if name == "none" else 0.0) for name in names])
     asked = Filed([sample for name in names for sample in prompts(name, lambda length, *_: length < TRAINED)])
-    measures = [describe(LOSS, compare(LOSS, filed, names, [3000], TRAINED)),
+    measures = [describe(LOSS, compare(LOSS, filed, names, [5000], TRAINED)),
                 describe(PASSKEY, compare(PASSKEY, asked, names, [500, 2000], TRAINED))]  # fmt: skip
     found = {
         "model": "tiny <b>", "trained_length": TRAINED, "dtype": "float32", "device": "cpu", "hardware": "here",
-        "posencs": names, "lengths": [500, 2000, 3000], "measures": measures,
-        "costs": [{"task": "perplexity", **cost(filed, name, 3000)} for name in names],
+        "posencs": names, "lengths": [500, 2000, 5000], "measures": measures,
+        "costs": [{"task": "perplexity", **cost(filed, name, 5000)} for name in names],
         "examples": [{"task": "passkey", "posenc": "none", "length": 500, "wanted": "123", "told": 400,
                       "answer": " <script>1|2",
                       "score": 0.0}],

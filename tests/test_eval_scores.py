@@ -157,3 +157,14 @@ def test_blocks_widen_the_interval_of_tokens_that_hang_together():
 def test_blocks_of_nothing(losses, size):
     with pytest.raises(ValueError, match="give a size"):
         blocks(losses, size)
+
+
+def test_weights_count_in_the_estimate_and_in_its_interval():
+    mine, weights = [0.0] * 8 + [2.0] * 6, [256] * 8 + [5] * 6
+    mean, low, high = paired_bootstrap(mine, [0.0] * 14, weights=weights)
+    assert mean == pytest.approx(60 / 2078) and low < mean < high < 0.1
+    alike = paired_bootstrap(mine, [0.0] * 14, weights=[3] * 14)
+    assert alike == pytest.approx(paired_bootstrap(mine, [0.0] * 14))
+    for wrong in ([1] * 13, [0] + [1] * 13):
+        with pytest.raises(ValueError, match="weights"):
+            paired_bootstrap(mine, [0.0] * 14, weights=wrong)

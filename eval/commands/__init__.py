@@ -25,7 +25,9 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …; split: o
 Check = Annotated[
     int,
     typer.Option(
-        "--check", help="Tokens on which cached generation is compared with one forward, for the manifest; 0: none."
+        "--check",
+        min=0,
+        help="Tokens on which cached generation is compared with one forward, for the manifest; 0: none.",
     ),
 ]
 CHECK = 1024

@@ -28,7 +28,7 @@ from eval.commands import (
 )
 from eval.compare import compare, cost, describe
 from eval.manifest import hardware
-from eval.results import Results
+from eval.results import Results, without_nan
 
 MOST_ANSWERS = 24  # that a terminal shows
 COLOURS = {"better": "green", "worse": "red", "": "none"}
@@ -81,19 +81,21 @@ def run(
         posencs: the first is what the others are compared with.
         check: as for `write_manifest`.
     """
-    names, trained = models.full_names(model, posencs), models.trained_length(model)
+    names, trained = models.full_names(model, posencs, options.lengths), models.trained_length(model)
     reader = tasks.Reader(model, tokenizer, model_name, names, root)
     parameters = {**identity(model, model_name, tokenizer), "posencs": names, **asdict(options)}
     results = Results(root, "compare", parameters, ("model", "tasks", "dtype"), ("posenc",))
     measured = list(tasks.measure(reader, options))
-    comparison = {
-        **{name: results.config[name] for name in ("model", "dtype", "device", "posencs", "lengths")},
-        "trained_length": trained,
-        "hardware": hardware(model)["name"],
-        "measures": [describe(m, compare(m, found, names, options.lengths, trained)) for m, found in measured],
-        "costs": _costs(measured, names, options.lengths),
-        "examples": _examples(measured, names, options.lengths),
-    }
+    comparison = without_nan(
+        {
+            **{name: results.config[name] for name in ("model", "dtype", "device", "posencs", "lengths")},
+            "trained_length": trained,
+            "hardware": hardware(model)["name"],
+            "measures": [describe(m, compare(m, found, names, options.lengths, trained)) for m, found in measured],
+            "costs": _costs(measured, names, options.lengths),
+            "examples": _examples(measured, names, options.lengths),
+        }
+    )
     results.complete()
     folders = list({found.folder: found for _, found in measured}.values())
     manifest = file_manifest(results, model, tokenizer, names, options.lengths, check, folders)
@@ -181,7 +183,9 @@ def _show(results: Results, comparison: dict[str, Any], measured: Sequence[tasks
         console.print(_table("Answers", answers))
     console.print(_table("Within the trained length and beyond it, with 95% intervals of the differences to the first",
                          page.summary(comparison)))  # fmt: skip
-    console.print(f"report.html, report.md, cells.csv, scores.json and plots in {results.folder}", soft_wrap=True)
+    console.print(
+        f"report.html, report.md, cells.csv, scores.json and plots in {results.folder}", soft_wrap=True, markup=False
+    )
 
 
 def _table(title: str, rows: page.Rows) -> Table:

@@ -51,7 +51,7 @@ def command(
     evaluator_posenc: Annotated[
         str, typer.Option(help="The evaluator's encoding; past its trained length it needs one.")
     ] = models.NONE,
-    batch_size: int = 1,
+    batch_size: Annotated[int, typer.Option(min=1)] = 1,
     dtype: DType = "bfloat16",
     device: Device = "auto",
     check: Check = CHECK,
@@ -94,7 +94,7 @@ def run(
     """
     stride = default_stride(near) if stride is None else stride
     _check(lengths, near, stride, texts)
-    names = models.full_names(model, posencs)
+    names = models.full_names(model, posencs, lengths)
     own, judge = (model, tokenizer, model_name), evaluator or (model, tokenizer, model_name)
     (judged_by,) = models.full_names(judge[0], [evaluator_posenc])
     asked = {text: sorted(lengths) for text in texts}
@@ -289,4 +289,4 @@ def _show(results: Results, scores: list[dict[str, Any]], by: dict[str, Any]) ->
                       f"encoding: it may miss key tokens. See --evaluator-posenc", soft_wrap=True)  # fmt: skip
     curves = {posenc: found["by_position"] for posenc, found in last.items()}
     report.plot_bands(results.folder / "plot.png", curves, trained, "gain")
-    console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True)
+    console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True, markup=False)

@@ -44,7 +44,7 @@ def command(
 ) -> None:
     """Tasks of lm-evaluation-harness: ours by length, offline, and its own, which need the hub, as they are.
 
-    Needs `pip install "hf-posenc[lm-eval]"`. Names that both have, as niah_single_1, are ours.
+    Needs the extra lm-eval: pip install ".\\[lm-eval]". Names that both have, as niah_single_1, are ours.
 
     Example: python -m eval lm-eval --posenc none --posenc yarn:factor=2 --tasks passkey,niah_single_1,hellaswag
     """
@@ -91,7 +91,7 @@ def run(
     from eval import harness
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on options that are not ours to take
-    posencs, trained = models.full_names(model, posencs), models.trained_length(model)
+    posencs, trained = models.full_names(model, posencs, lengths), models.trained_length(model)
     around = {"limit": limit, "text": None if text is None else sha256(text.encode()), "seed": seed,
               "lm_eval": lm_eval.__version__}  # fmt: skip
     parameters = {**identity(model, model_name, tokenizer), **around}
@@ -112,7 +112,7 @@ def run(
     results.write("scores.json", {"trained_length": trained, "tasks": list(tasks), "scores": found})
     shown = [score for score in found if score["posenc"] in posencs and score["length"] in (None, *lengths)]
     console.print(report.task_table(f"lm-evaluation-harness, up to {limit} prompts per cell", shown, trained))
-    console.print(f"Samples and scores in {results.folder}", soft_wrap=True)
+    console.print(f"Samples and scores in {results.folder}", soft_wrap=True, markup=False)
     return results
 
 

@@ -113,7 +113,7 @@ def command(
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(help="How much of each document is read, but in prefix mode.", min=2)] = 16384,
-    batch_size: int = 1,
+    batch_size: Annotated[int, typer.Option(min=1)] = 1,
     dtype: DType = "bfloat16",
     device: Device = "auto",
     check: Check = CHECK,
@@ -157,7 +157,7 @@ def run(
     """
     chosen = Options(**options)
     chosen.check(lengths, texts)
-    names, trained = models.full_names(model, posencs), models.trained_length(model)
+    names, trained = models.full_names(model, posencs, lengths), models.trained_length(model)
     corpus, bos = chosen.gather(tokenizer, lengths, texts)
     parameters = {
         **identity(model, model_name, tokenizer),
@@ -269,4 +269,4 @@ def _show(results: Results, scores: list[dict[str, Any]], trained: int | None, c
         console.print(f"{corpus.skipped} rows of data sets were too short and skipped")
     if corpus.repeated:
         console.print(f"Taken once, though given twice: {', '.join(corpus.repeated)}", soft_wrap=True)
-    console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True)
+    console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True, markup=False)

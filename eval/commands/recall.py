@@ -27,7 +27,7 @@ def run(
         lengths: tokens of text, question and answer.
         text: a file or an offline text.
     """
-    names, content = models.full_names(model, posencs), data.text(text)
+    names, content = models.full_names(model, posencs, lengths), data.text(text)
     prompts = {length: hide(tokenizer, content, length, seed=seed) for length in lengths}
     known = {"text": text, "text_sha256": sha256(content.encode()), "seed": seed}
     parameters = {**identity(model, model_name, tokenizer), **known}

@@ -17,7 +17,11 @@ from eval.scores import effective_lengths, wilson
 Depths = Annotated[list[str], typer.Option(help="Places of what is hidden, 0 (start) to 1 (end).")]
 Trials = Annotated[int, typer.Option(help="Prompts per length and depth.", min=1)]
 Share = Annotated[
-    bool, typer.Option(help="Read the common start of prompts once: about half the tokens, one more cache.")
+    bool,
+    typer.Option(
+        help="Read the common start of prompts once: little more than half the tokens of the default grid, for the "
+        "memory of one more cache."
+    ),
 ]
 Scoring = Annotated[
     str, typer.Option(help=f"What is right: {', '.join(SCORINGS)}. Nothing is asked anew for another.")
@@ -71,7 +75,7 @@ def run(
             one results folder from another; its name shows those in `shown`.
         share: reads the common start of prompts once, under encodings for which that makes no difference.
     """
-    names, trained = models.full_names(model, posencs), models.trained_length(model)
+    names, trained = models.full_names(model, posencs, lengths), models.trained_length(model)
     for length in lengths:
         build(length, depths[0], 0)  # one that is too short fails before hours are spent on others
     grid = {"depths": list(depths), "trials": trials, **parameters, "share": share}
@@ -179,4 +183,4 @@ def _show(results: Results, scores: list[dict[str, Any]], trained: int | None) -
     if truncated:
         console.print(f"[red]The model did not receive {truncated:,} tokens of the prompts: do not use these scores")
     report.plot_maps(results.folder / "plot.png", maps, lengths, depths, trained)
-    console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True)
+    console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True, markup=False)

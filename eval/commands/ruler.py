@@ -108,7 +108,7 @@ def run(
 
     Other files of questions go to another folder, and so do none.
     """
-    posencs, trained = models.full_names(model, posencs), models.trained_length(model)
+    posencs, trained = models.full_names(model, posencs, lengths), models.trained_length(model)
     around = {"prose": "made up" if prose is None else sha256(prose.encode()), "seed": seed,
               "questions": {task: found.sha256 for task, found in (questions or {}).items()}}  # fmt: skip
     parameters = {**identity(model, model_name, tokenizer), **around}
@@ -173,7 +173,7 @@ def _show(
     if len(tasks) > 1:
         _table(f"Mean of {len(tasks)} tasks", scores, trained)
     report.plot_lengths(results.folder / "plot.png", scores, "score", trained)
-    console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True)
+    console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True, markup=False)
 
 
 def _table(title: str, scores: list[dict[str, Any]], trained: int | None) -> None:

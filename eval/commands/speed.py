@@ -50,7 +50,7 @@ def run(
     """Costs of several encodings; those that one run measured together are filed together."""
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths {list(lengths)} should be one or more numbers of tokens, as in 4096,16384")
-    names, trained = models.full_names(model, posencs), models.trained_length(model)
+    names, trained = models.full_names(model, posencs, lengths), models.trained_length(model)
     device = models.input_device(model)
     parameters = {
         **identity(model, model_name, tokenizer),
@@ -72,7 +72,12 @@ def run(
                 missing = [n for n in names if not all(results.has(posenc=n, length=length, part=p) for p in asked)]
                 if missing:
                     task = bar.add_task(f"{', '.join(asked)} at {length:,}", total=turns * (1 + len(missing)))
-                    costs = compare(measure, missing, length, turns, functools.partial(bar.advance, task))
+                    tick = functools.partial(bar.advance, task)
+                    try:
+                        costs = compare(measure, missing, length, turns, tick)
+                    except memory.TooLittle as error:  # the other parts stand
+                        console.print(f"memory at {length:,} is left out: {error}", soft_wrap=True, markup=False)
+                        continue
                     _file(results, [cost for cost in costs if cost.part in asked])
     results.complete()
     found = scores_of(results)
@@ -114,7 +119,7 @@ def _show(results: Results, scores: list[dict[str, Any]]) -> None:
     console.print(report.cost_table(title, scores))
     if scores:
         report.plot_ratios(results.folder / "plot.png", scores)
-    console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True)
+    console.print(f"Samples, scores and plot.png in {results.folder}", soft_wrap=True, markup=False)
 
 
 def _parts(texts: Sequence[str]) -> list[str]:
