@@ -225,11 +225,11 @@ def bos_of(tokenizer: Any) -> int | None:
     return first[0] if first == [tokenizer.bos_token_id] else None
 
 
-def numbers(texts: Sequence[str], kind: type = int) -> list[Any]:
+def numbers(texts: Sequence[str], kind: type = int, name: str = "lengths") -> list[Any]:
     """Values of an option given as `--lengths 2048,4096`, or repeated, or both; sorted, each once."""
     pieces = [piece for text in texts for piece in re.split(r"[,\s]+", text.strip()) if piece]
     if not pieces:
-        raise ValueError("there are no numbers where some are needed: give them as in 2048,4096")
+        raise ValueError(f"there are no {name}: give numbers, as in {'0,0.5,1' if kind is float else '2048,4096'}")
     try:
         return sorted({kind(piece) for piece in pieces})
     except ValueError:

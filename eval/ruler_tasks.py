@@ -26,7 +26,7 @@ REPEATS = (
 )  # of common and of other words: the first that takes half the room
 CWE_WORDS = 150_000  # tokens of length for which our words suffice at three repeats
 FREQUENT = 3
-FEWEST_SENTENCES = 10  # of a text; a longer prompt has them several times
+FEWEST_SENTENCES = 3  # of a text; a longer prompt has them several times
 ALPHA = 2.0
 ZETA = 1.6449340668  # of ALPHA
 

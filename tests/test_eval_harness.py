@@ -152,7 +152,7 @@ def test_the_length_is_what_the_patch_reaches(harness):
     with hf_posenc.patched(model, "yarn:factor=2"):
         assert harness.as_lm(model, TRAINED).max_length == 1200
         assert harness.as_lm(model, TRAINED, 700).max_length == 700
-    del model.config.max_position_embeddings
+    model.config.max_position_embeddings = None
     with pytest.raises(ValueError, match="give max_length"):
         harness.as_lm(model, TRAINED)
 

@@ -99,7 +99,7 @@ def test_models_that_are_not_causal_are_refused(tmp_path, make, words):
     [
         (["--posenc", "yarn:factor=abc"], "yarn:factor=abc"),
         (["--device", "foo"], "device 'foo' is not here"),
-        (["--lengths", ""], "there are no numbers"),
+        (["--lengths", ""], "there are no lengths"),
         (["--text", "BAD"], "is not UTF-8 text"),
     ],
 )

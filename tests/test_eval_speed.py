@@ -211,7 +211,7 @@ def test_memory_is_left_out_where_the_system_lacks_it(folder, tmp_path, monkeypa
     [
         (["--parts", "prefil"], "prefill, decode, train, memory"),
         (["--lengths", "0"], "numbers of tokens"),
-        (["--lengths", ""], "numbers of tokens"),
+        (["--lengths", ""], "there are no lengths"),
         (["--lengths", "4k"], "should be numbers"),
         (["--posenc", "yran:factor=2"], "yarn"),
         (["--posenc", "dynamic_ntk"], "more than once"),

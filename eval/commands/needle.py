@@ -45,7 +45,7 @@ def command(
 
     Example: python -m eval needle --posenc none --posenc dynamic_yarn --lengths 4096,12288 --needles 4 --ask one
     """
-    tokens, places = models.numbers(lengths), models.numbers(depths, float)
+    tokens, places = models.numbers(lengths), models.numbers(depths, float, "depths")
     retrieval.check(tokens, places, trials, scoring, needle.answer_tokens(needles, ask))
     data.text(text)
     loaded, tokenizer = models.load(model, dtype, device)

@@ -48,7 +48,7 @@ def command(
 
     Example: python -m eval passkey --posenc none --posenc yarn:factor=2 --lengths 4096,12288 --depths 0.1,0.5,0.9
     """
-    tokens, places = models.numbers(lengths), models.numbers(depths, float)
+    tokens, places = models.numbers(lengths), models.numbers(depths, float, "depths")
     retrieval.check(tokens, places, trials, scoring, passkey.answer_tokens(digits))
     _text(filler)
     loaded, tokenizer = models.load(model, dtype, device)
