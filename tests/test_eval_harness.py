@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,9 +153,9 @@ def test_the_length_is_what_the_patch_reaches(harness):
     with hf_posenc.patched(model, "yarn:factor=2"):
         assert harness.as_lm(model, TRAINED).max_length == 1200
         assert harness.as_lm(model, TRAINED, 700).max_length == 700
-    model.config.max_position_embeddings = None
+    config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace())
     with pytest.raises(ValueError, match="give max_length"):
-        harness.as_lm(model, TRAINED)
+        harness.as_lm(SimpleNamespace(config=config), TRAINED)
 
 
 def test_wrong_tasks_and_texts(harness):
