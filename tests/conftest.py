@@ -1,7 +1,10 @@
 """One thread, no network, and every deprecation of transformers an error."""
 
 import os
+import tempfile
 
+_cache = tempfile.TemporaryDirectory()  # lives as long as the process
+os.environ["HF_DATASETS_CACHE"] = _cache.name
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
