@@ -58,7 +58,8 @@ def merge(adapter: str, out: str, target: str | None = None) -> str:
     if Path(out).exists() and any(Path(out).iterdir()):
         raise ValueError(f"{out} is not empty: give another folder")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")  # they are tied below
+        for said in ("Model has `tie_word_embeddings", "Input and output embeddings are no longer tied"):
+            warnings.filterwarnings("ignore", said)  # they are tied below
         model = hf_posenc.from_pretrained(adapter, dtype="auto").merge_and_unload()
     tie(model)
     tokenizer, folder, told = AutoTokenizer.from_pretrained(adapter), out, f"hf_posenc.from_pretrained({out!r})"
