@@ -1,7 +1,7 @@
-"""The model card of an output folder, in place of PEFT's: what was trained, how, what it changed, and how to load it."""
+"""The model card of an output folder, in place of PEFT's: what was trained, how, what changed, how to load it."""
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,8 @@ def _is_on_hub(source: str) -> bool:
 def _loading(recipe: Recipe, folder: str, method: Any) -> str:
     lines = ["```python", "import hf_posenc", "", f'model = hf_posenc.from_pretrained("{folder}")', "```"]
     if recipe.train == "lora":
-        lines += ["", f"This is an adapter. The base is read from `{recipe.model}`. PEFT alone loads it without "
-                  f"the encoding, and warns. `python recipes/merge.py {folder} OUT` makes a whole model of it."]  # fmt: skip
+        lines += ["", f"This is an adapter of `{_base(recipe)}`. PEFT alone loads it without the encoding, and warns. "
+                  f"`python recipes/merge.py {folder} OUT` makes a whole model of it."]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -114,9 +114,10 @@ def _training(recipe: Recipe, training: TrainingArguments, schedule: Schedule) -
 def _results(recipe: Recipe, table: Sequence[Sequence[str]]) -> str:
     if not table:
         return "Not measured."
-    return (f"{', '.join(recipe.evaluate_texts)}, read once up to {lengths_of(recipe)[-1]:,} tokens, in nats per token; behind a "
-            "loss its difference to the model before training under the same encoding, with the 95 % interval of a paired "
-            f"bootstrap.\n\n{as_markdown(table)}")  # fmt: skip
+    said = (f"{', '.join(recipe.evaluate_texts)}, read once up to {lengths_of(recipe)[-1]:,} tokens, in nats per "
+            "token; behind a loss its difference to the model before training under the same encoding, with the 95 % "
+            "interval of a paired bootstrap.")  # fmt: skip
+    return f"{said}\n\n{as_markdown(table)}"
 
 
 def _versions() -> dict[str, str]:

@@ -64,7 +64,9 @@ def load_documents(recipe: Recipe, tokenizer: Any) -> Dataset:
     try:
         found = Dataset.from_generator(_tokenised, columns, gen_kwargs=given)
     except DatasetGenerationError as error:
-        raise error.__cause__ if isinstance(error.__cause__, ValueError) else error
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
     return found.with_format("torch")
 
 

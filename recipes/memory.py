@@ -2,8 +2,8 @@
 
     python recipes/memory.py
 
-A Llama of 2 layers and 64 dimensions with a vocabulary of 49,152 reads 8,192 tokens in float32, so that logits are nearly
-all there is. Each figure is the growth of resident memory in a process of its own, as in `eval.memory`.
+A Llama of 2 layers and 64 dimensions with a vocabulary of 49,152 reads 8,192 tokens in float32, so that logits are
+nearly all there is. Each figure is the growth of resident memory in a process of its own, as in `eval.memory`.
 """
 
 import os

@@ -3,8 +3,8 @@
     python recipes/merge.py runs/yarn_lora OUT
     python recipes/merge.py runs/yarn_lora OUT --target llama.cpp
 
-Load OUT with `hf_posenc.from_pretrained(OUT)`. A target is another software that is to read it: `transformers` and `vllm`
-read OUT, and `llama.cpp` a GGUF made of OUT/unpatched with the flags that are written beside it.
+Load OUT with `hf_posenc.from_pretrained(OUT)`. A target is other software that is to read it: `transformers` and
+`vllm` read OUT, and `llama.cpp` a GGUF made of OUT/unpatched with the flags that are written beside it.
 """
 
 import sys

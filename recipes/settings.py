@@ -57,7 +57,7 @@ class Recipe:
     chunk: int | None = option(None, "Tokens whose logits exist at once; 0: all. Default: what fits in 2^25 logits.")
     evaluate: bool = option(True, "Loss and pass key before and after.")
     evaluate_lengths: list[int] | None = option(None, "Tokens. Default: those trained at, and target_length.")
-    evaluate_texts: list[str] = option(["persuasion"], "Texts kept out of training, read once up to the longest length.")
+    evaluate_texts: list[str] = option(["persuasion"], "Texts kept out of training, each read once.")
     passkey_trials: int = option(2, "Prompts per length and depth.")
 
     def __post_init__(self) -> None:
@@ -114,6 +114,7 @@ def parse(arguments: Sequence[str]) -> tuple[Recipe, TrainingArguments]:
     Raises:
         ValueError: an unknown key, with the nearest known one.
     """
+    arguments = [f"--{RENAMED.get(word[2:], word[2:])}" if word.startswith("--") else word for word in arguments]
     parser = HfArgumentParser((Recipe, TrainingArguments), allow_abbrev=False)
     parser.add_argument("--config", help="A YAML file of these options.")
     known = {one.name for kind in (Recipe, TrainingArguments) for one in fields(kind) if one.init}
@@ -131,7 +132,7 @@ def parse(arguments: Sequence[str]) -> tuple[Recipe, TrainingArguments]:
         raise ValueError(f"leave out {', '.join(fixed)}: the schedule decides over the order and form of the data")
     parser.set_defaults(**FIXED, **written)
     recipe, training, _, rest = parser.parse_args_into_dataclasses(
-        list(arguments), return_remaining_strings=True, look_for_args_file=False
+        arguments, return_remaining_strings=True, look_for_args_file=False
     )
     if rest:
         raise ValueError(f"{' '.join(rest)} belongs to no option")

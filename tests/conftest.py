@@ -3,8 +3,6 @@
 import os
 import tempfile
 
-_cache = tempfile.TemporaryDirectory()  # lives as long as the process
-os.environ["HF_DATASETS_CACHE"] = _cache.name
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -13,6 +11,9 @@ import torch
 
 
 def pytest_configure(config):
+    cache = tempfile.TemporaryDirectory()
+    config.add_cleanup(cache.cleanup)
+    os.environ["HF_DATASETS_CACHE"] = cache.name
     config.addinivalue_line("filterwarnings", "error::FutureWarning")
     # PEFT asks for it by the old name.
     config.addinivalue_line("filterwarnings", "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

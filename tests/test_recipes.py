@@ -197,8 +197,11 @@ def test_texts_files_folders_and_data_sets_are_documents_with_an_end(tmp_path):
     assert loaded(tmp_path / "folder", tmp_path / "folder" / "a.md", documents_per_source=1) == ["first", "first"]
     assert loaded(named, f"dataset:{tmp_path / 'saved'}", documents_per_source=3) == ["third", "fourth", "sixth"]
     assert len(loaded("python_docs", documents_per_source=2)) == 2
-    for source, message in ((f"dataset:json:data_files={lines}", "no text in column 'text'; its columns: body"),
-                            ("dataset:json:colum=x", "not colum"), (tmp_path / "none", "neither a file, nor")):  # fmt: skip
+    for source, message in (
+        (f"dataset:json:data_files={lines}", "no text in column 'text'; its columns: body"),
+        ("dataset:json:colum=x", "not colum"),
+        (tmp_path / "none", "neither a file, nor"),
+    ):
         with pytest.raises(ValueError, match=message):
             loaded(source, documents_per_source=9)
     lines.write_text('{"body": " \\n"}')
