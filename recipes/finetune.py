@@ -31,7 +31,7 @@ from recipes.chunked_loss import chunked_loss
 from recipes.data import Blocks, check_apart, collate, load_documents
 from recipes.schedules import Repatch, Schedule, Stage, steps_of
 from recipes.settings import Recipe, parse
-from recipes.trained import prepare
+from recipes.trained import prepare, reads
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -71,7 +71,10 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> nn.Module:
     trained = models.trained_length(model)
     measured = evaluation.Measured(training.output_dir, resumed=checkpoint is not None)
     measure = functools.partial(measure_if_main, measured, tokenizer, recipe, training, held_out)
-    measure(evaluation.BEFORE, model)
+    if reads(model, evaluation.lengths_of(recipe)[-1]):
+        measure(evaluation.BEFORE, model)
+    elif training.should_log:
+        console.print("unpatched, the model has no position for so long a text, and is not measured")
     last, first = recipe.posenc_at(recipe.lengths[-1]), schedule.at(0).posenc
     if last != models.NONE:
         hf_posenc.patch(model, last, tokenizer=tokenizer)
@@ -96,7 +99,7 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> nn.Module:
     trainer.save_model()
     trainer.save_state()
     measure(evaluation.AFTER, model)
-    if training.should_save:
+    if training.process_index == 0:
         if recipe.evaluate:
             measured.show(trained, spans)
         table = list(measured.lines(trained, spans)) if recipe.evaluate else []

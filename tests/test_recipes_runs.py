@@ -312,6 +312,16 @@ def test_before_and_after_in_one_table_and_in_the_card(models, tmp_path, capsys)
     assert json.loads((tmp_path / "evaluation.json").read_text())["before"] == rows["before"]
 
 
+def test_a_table_too_short_for_the_text_is_measured_stretched_alone(models, tmp_path, capsys):
+    held = models / "held.txt"
+    held.write_text(TEXT[37:2000])
+    run(models, "gpt2", tmp_path, "--evaluate", "true", "--evaluate_texts", str(held), "--evaluate_lengths", "256",
+        "--posenc", "learned:max_positions=256", "--passkey_trials", "0", "--max_steps", "1")  # fmt: skip
+    rows = json.loads((tmp_path / "evaluation.json").read_text())
+    assert list(rows) == ["before, learned:max_positions=256", "after"]
+    assert "no position for so long a text" in capsys.readouterr().out
+
+
 def test_the_loss_of_spans_before_and_after(models, tmp_path):
     held = models / "held.txt"
     held.write_text((2 * TEXT)[37:])
