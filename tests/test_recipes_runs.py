@@ -362,13 +362,12 @@ def test_the_card_says_what_was_trained_and_how(models, tmp_path):
 # Through `accelerate launch`
 
 
-def launch(launcher: str, *arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+def launch(launcher: str, *arguments: str) -> None:
     """The script as people start it."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"recipes/launch/{launcher}.yaml"]
     done = subprocess.run([*command, "recipes/finetune.py", *arguments], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment})  # fmt: skip
-    assert not check or done.returncode == 0, done.stdout[-500:] + done.stderr[-2500:]
-    return done
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2500:]
 
 
 def losses_in(folder) -> list[float]:
@@ -404,7 +403,7 @@ def test_two_processes_learn_what_one_does(models, tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_losses(models, tmp_path):
     more = ["--max_steps", "40", "--save_strategy", "steps", "--save_steps", "5"]
-    launch("cpu", *common(models, tmp_path / "whole", *more))
+    _, whole = run(models, "llama", tmp_path / "whole", "--posenc", "yarn:factor=4", *more)
     killed = tmp_path / "killed"
     process = subprocess.Popen([sys.executable, "recipes/finetune.py", *common(models, killed, *more)], cwd=ROOT,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
@@ -413,10 +412,8 @@ def test_a_killed_run_goes_on_with_the_same_losses(models, tmp_path):
     process.kill()
     process.wait()
     assert process.returncode == -9 and not (killed / "trainer_state.json").exists()
-    refused = launch("cpu", *common(models, killed, *more), check=False)
-    assert refused.returncode and "--resume_from_checkpoint auto" in " ".join(refused.stdout.split())
     launch("cpu", *common(models, killed, *more, "--resume_from_checkpoint", "auto"))
-    assert losses_in(killed) == pytest.approx(losses_in(tmp_path / "whole"), abs=1e-6)
+    assert losses_in(killed) == pytest.approx(whole, abs=1e-6)
 
 
 CONFIGS = sorted(path.stem for path in (ROOT / "recipes" / "configs").glob("*.yaml"))
@@ -434,7 +431,7 @@ def test_every_recipe_runs_on_a_tiny_model(models, tmp_path, name):
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"text": TEXT[part : part + 600]}) for part in (0, 50, 100)))
     given = ["--data", f"dataset:json:data_files={data}", "--documents_per_source", "3"]
-    target = ["--target_length", "512"] if "target_length" in written else []
+    target = ["--target_length", "128"] if "target_length" in written else []
     launch(
         "cpu", "--config", str(path), "--model", str(models / kind), *given, "--lengths", *lengths, *target,
         "--posenc", SMALLER.get(name, written["posenc"]), "--dtype", "float32", "--bf16", "false",
