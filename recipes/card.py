@@ -15,6 +15,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 import hf_posenc
+from eval import models
 from eval.data import is_dataset
 from eval.rows import parse
 from recipes.evaluation import as_markdown, lengths_of
@@ -47,9 +48,8 @@ def write(recipe: Recipe, training: TrainingArguments, schedule: Schedule, model
     }
     title = f"# {_base(recipe)}, tuned under `{method or 'its own positions'}`"
     body = "\n\n".join([title, *(f"## {name}\n\n{text}" for name, text in sections.items())])
-    path = Path(training.output_dir, "README.md")
-    path.write_text(f"---\n{_metadata(recipe, model, method).to_yaml()}\n---\n\n{body}\n", encoding="utf-8")
-    ModelCard.load(path)  # can be read back
+    card = ModelCard(f"---\n{_metadata(recipe, model, method).to_yaml()}\n---\n\n{body}\n")
+    card.save(Path(training.output_dir, "README.md"))
 
 
 def _metadata(recipe: Recipe, model: nn.Module, method: Any) -> ModelCardData:
@@ -85,9 +85,9 @@ def _encoding(recipe: Recipe, method: Any, trained: int | None) -> str:
     after = f"{recipe.longest:,} tokens"
     if recipe.target_length:
         after += f" (positions up to there, in blocks of {recipe.lengths[0]:,} tokens)"
-    asked = {recipe.posenc_at(length): None for length in recipe.lengths}
-    return _items({"method": f"`{method or 'none'}`", "asked for": ", ".join(f"`{one}`" for one in asked),
-                   "trained length before": before, "read in this training": after})  # fmt: skip
+    parameters = {"with all parameters": f"`{method!r}`"} if method else {}
+    return _items({"method": f"`{method or models.NONE}`", **parameters, "trained length before": before,
+                   "read in this training": after})  # fmt: skip
 
 
 def _data(recipe: Recipe, schedule: Schedule) -> str:
@@ -101,8 +101,8 @@ def _data(recipe: Recipe, schedule: Schedule) -> str:
 
 
 def _training(recipe: Recipe, training: TrainingArguments, schedule: Schedule) -> str:
-    steps = (f"{stage.steps:,} of {schedule.per_step} blocks of {stage.blocks.length:,} tokens" for stage in
-             schedule.stages)  # fmt: skip
+    steps = (f"{stage.steps:,} of {schedule.per_step} blocks of {stage.blocks.length:,} tokens under `{stage.posenc}`"
+             for stage in schedule.stages)  # fmt: skip
     trained = {"train": recipe.train, "schedule": recipe.schedule, "steps": "; ".join(steps)}
     if recipe.train == "lora":
         targets = ", ".join(recipe.lora_targets)

@@ -345,9 +345,10 @@ def test_the_card_says_what_was_trained_and_how(models, tmp_path):
     assert found["tags"] == ["hf_posenc", "yarn", "lora"] and found["pipeline_tag"] == "text-generation"
     size = len(characters()(TEXT).input_ids) + 1
     for line in (
-        "- method: `yarn:factor=16`", "- trained length before: 64 tokens",
+        "- method: `yarn:factor=16`", "`YaRN(factor=16, ", "- trained length before: 64 tokens",
         "- read in this training: 1,024 tokens (positions up to there, in blocks of 64 tokens)",
-        f"- documents: 1, of {size:,} tokens", "- steps: 8 of 4 blocks of 64 tokens", "- learning_rate: 0.003",
+        f"- documents: 1, of {size:,} tokens", "- steps: 8 of 4 blocks of 64 tokens under `yarn:factor=16`",
+        "- learning_rate: 0.003",
         "Not measured.", f"- transformers: {transformers.__version__}",
     ):  # fmt: skip
         assert line in card.text, line
