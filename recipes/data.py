@@ -11,19 +11,25 @@ Padding stands on the right: masked, or (`packed`, `joined`) as a document of it
 """
 
 import bisect
-from collections.abc import Sequence
+import glob
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_dataset, load_from_disk
+from datasets import Dataset, Features, Value
+from datasets import Sequence as List
+from datasets.exceptions import DatasetGenerationError
 from torch import nn
 
 from eval import data as texts
 from eval.models import encode
+from eval.rows import parse
 from recipes.chunked_loss import IGNORED
-from recipes.settings import Recipe
+from recipes.settings import Recipe, is_held_out
 
 
 @dataclass(frozen=True)
@@ -41,37 +47,51 @@ class Piece:
 def load_documents(recipe: Recipe, tokenizer: Any) -> Dataset:
     """Tokens of all documents, `input_ids` and their number `length`, each with the EOS of the tokenizer at its end.
 
+    They lie in the cache of `datasets`, for other processes and runs, until a file changes; of a data set on the hub
+    nobody looks whether it has.
+
     Raises:
-        ValueError: no such source or column, or no document with two tokens to learn from.
+        ValueError: no such source or column, a document that is evaluated on, or none with two tokens to learn from.
     """
-    raw = _raw(recipe)
-    if recipe.text_column not in raw.column_names:
-        raise ValueError(f"the data has no column {recipe.text_column!r} but {', '.join(raw.column_names)}: give "
-                         "text_column")  # fmt: skip
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-    def tokenise(text: str) -> dict[str, Any]:
-        ids = encode(tokenizer, text) + end if text.strip() else []
-        return {"input_ids": ids, "length": len(ids)}
-
-    found = raw.map(tokenise, input_columns=recipe.text_column, remove_columns=raw.column_names, desc="Tokens")
-    found = found.filter(lambda length: length > 1, input_columns="length")
-    if not len(found):
-        raise ValueError(
-            f"the data set is empty: {', '.join(recipe.data) or recipe.dataset} has no text to learn from"
-        )
+    for source in recipe.data:
+        texts.check_source(source, recipe.documents_per_source)
+    held_out = [texts.text(name) for name in recipe.evaluate_texts] if recipe.evaluate else []
+    given = {
+        "sources": tuple(recipe.data), "count": recipe.documents_per_source, "tokenizer": tokenizer,
+        "held_out": tuple(held_out), "state": (sys.version, *map(_state, recipe.data)),
+    }  # fmt: skip
+    columns = Features({"input_ids": List(Value("int32")), "length": Value("int64")})
+    try:
+        found = Dataset.from_generator(_tokenised, columns, gen_kwargs=given)
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
     return found.with_format("torch")
 
 
-def _raw(recipe: Recipe) -> Dataset:
-    if recipe.dataset is None:
-        return Dataset.from_dict({recipe.text_column: [texts.text(name) for name in recipe.data]})
-    if Path(recipe.dataset, "state.json").exists():
-        return load_from_disk(recipe.dataset)
-    try:
-        return load_dataset(recipe.dataset, recipe.dataset_config, data_files=recipe.data_files, split=recipe.split)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load the data set {recipe.dataset!r}: {error}") from error
+def _tokenised(sources: Sequence[str], count: int | None, tokenizer: Any, held_out: Sequence[str],
+               state: Any) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Rows of `load_documents`; `state` is there to be part of the cache's key."""
+    end, empty = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], True
+    for source in sources:
+        for name, text in islice(texts.stream(source), count):
+            if is_held_out(name) or text in held_out:
+                raise ValueError(f"{name} is kept out of training, to be evaluated on: take it out of {source}")
+            ids = encode(tokenizer, text) + end if text.strip() else []
+            if len(ids) > 1:
+                empty = False
+                yield {"input_ids": ids, "length": len(ids)}
+    if empty:
+        raise ValueError(f"the data set is empty: {', '.join(sources)} has no text to learn from")
+
+
+def _state(source: str) -> tuple[Any, ...]:
+    """What differs once a file of a source does."""
+    spec = parse(source) if texts.is_dataset(source) else None
+    places = [source] if spec is None else [spec.name, *glob.glob(spec.data_files or "", recursive=True)]
+    files = [file for place in places for file in (Path(place), *Path(place).rglob("*")) if file.is_file()]
+    return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files))
 
 
 class Blocks:

@@ -25,13 +25,13 @@ import hf_posenc
 from eval import data as texts
 from eval import models
 from eval.commands import console
-from recipes import evaluation
+from recipes import card, evaluation
 from recipes.checks import check_plan, find_checkpoint, form_of, is_sharded, load_tokenizer, parallelism
 from recipes.chunked_loss import chunked_loss
 from recipes.data import Blocks, check_apart, collate, load_documents
 from recipes.schedules import Repatch, Schedule, Stage, steps_of
 from recipes.settings import Recipe, parse
-from recipes.trained import prepare
+from recipes.trained import prepare, reads
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -59,7 +59,8 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> nn.Module:
     tokenizer = load_tokenizer(path, recipe.pad_token)
     skeleton = check_plan(path, recipe, training)
     form = form_of(recipe, skeleton, tokenizer)
-    ids = evaluation.held_out(recipe, tokenizer, skeleton.config.is_encoder_decoder) if recipe.evaluate else None
+    spans = skeleton.config.is_encoder_decoder
+    held_out = evaluation.held_out(recipe, tokenizer, spans) if recipe.evaluate else {}
     with training.main_process_first():
         documents = load_documents(recipe, tokenizer)
     schedule = plan(recipe, training, documents, form)
@@ -67,9 +68,13 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> nn.Module:
         describe(schedule)
 
     model, _ = models.load(path, recipe.dtype, "cpu")
+    trained = models.trained_length(model)
     measured = evaluation.Measured(training.output_dir, resumed=checkpoint is not None)
-    measure = functools.partial(measure_if_main, measured, tokenizer, recipe, training, ids)
-    measure("before", model)
+    measure = functools.partial(measure_if_main, measured, tokenizer, recipe, training, held_out)
+    if reads(model, evaluation.lengths_of(recipe)[-1]):
+        measure(evaluation.BEFORE, model)
+    elif training.should_log:
+        console.print("unpatched, the model has no position for so long a text, and is not measured")
     last, first = recipe.posenc_at(recipe.lengths[-1]), schedule.at(0).posenc
     if last != models.NONE:
         hf_posenc.patch(model, last, tokenizer=tokenizer)
@@ -93,9 +98,12 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> nn.Module:
             trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     trainer.save_model()
     trainer.save_state()
-    measure("after", model)
-    if recipe.evaluate and training.should_log:
-        measured.show()
+    measure(evaluation.AFTER, model)
+    if training.process_index == 0:
+        if recipe.evaluate:
+            measured.show(trained, spans)
+        table = list(measured.lines(trained, spans)) if recipe.evaluate else []
+        card.write(recipe, training, schedule, model, trained, table)
     return model
 
 
@@ -123,12 +131,12 @@ def describe(schedule: Schedule) -> None:
 
 
 def measure_if_main(measured: evaluation.Measured, tokenizer: Any, recipe: Recipe, training: TrainingArguments,
-                    ids: torch.Tensor | None, name: str, model: nn.Module) -> None:  # fmt: skip
+                    held_out: dict[str, torch.Tensor], name: str, model: nn.Module) -> None:  # fmt: skip
     """Measures on the main process, once for all resumed runs; the others wait."""
-    if recipe.evaluate and training.process_index == 0 and (name == "after" or name not in measured.rows):
+    if recipe.evaluate and training.process_index == 0 and (name == evaluation.AFTER or name not in measured.rows):
         dtype = torch.float16 if training.fp16 else torch.bfloat16
         with torch.autocast(training.device.type, dtype, enabled=training.fp16 or training.bf16):
-            measured.add(name, evaluation.measure(model.to(training.device), tokenizer, recipe, ids))
+            measured.add(name, evaluation.measure(model.to(training.device), tokenizer, recipe, held_out))
     training.distributed_state.wait_for_everyone()
 
 

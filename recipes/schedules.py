@@ -61,11 +61,21 @@ class Schedule(Dataset):
         return len(self.order) * self.per_step
 
     def __getitem__(self, number: int) -> Sample:
+        blocks, index = self._place(number)
+        return self.form(blocks[index], random.Random(f"{self.seed} {number}"))
+
+    def count_tokens(self) -> int:
+        """Tokens of text that the whole run reads."""
+        places = map(self._place, range(len(self)))
+        return sum(len(piece) for blocks, index in places for piece in blocks.rows[index])
+
+    def _place(self, number: int) -> tuple[Blocks, int]:
+        """Where a sample comes from."""
         step, row = divmod(number, self.per_step)
         stage = self.order[step]
         blocks = self.stages[stage].blocks
         turn, place = divmod(self._before[step] * self.per_step + row, len(blocks))
-        return self.form(blocks[self._drawn(stage, turn)[place]], random.Random(f"{self.seed} {number}"))
+        return blocks, self._drawn(stage, turn)[place]
 
     def at(self, step: int) -> Stage:
         """The stage of a step."""

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from eval.data import text_names
+from eval.data import is_dataset
 
 LAYOUTS = ("packed", "single", "joined")
 SCHEDULES = ("plain", "curriculum", "mixed", "pose")
@@ -44,12 +44,8 @@ class Recipe:
     lora_rank: int = option(8, "Of the adapters of the linear layers.")
     lora_alpha: int = option(16, "Scale of the adapters, over the rank.")
     lora_targets: list[str] = option(["all-linear"], "Names of linear layers, or all-linear.")
-    data: list[str] = option([], f"Text files, a document each, or names: {', '.join(text_names())}.")
-    dataset: str | None = option(None, "In place of data: what datasets.load_dataset or load_from_disk takes.")
-    dataset_config: str | None = option(None, "Its configuration.")
-    data_files: list[str] | None = option(None, "Its files, for json, parquet, text ...")
-    split: str = option("train", "Its split.")
-    text_column: str = option("text", "Its column with the documents.")
+    data: list[str] = option([], "Texts, files, folders or data sets, as --text of python -m eval takes them.")
+    documents_per_source: int | None = option(None, "At most, from the first; a data set needs it.")
     documents: str = option(
         "packed", f"One of {', '.join(LAYOUTS)}: several to a block but apart, one, or read on across."
     )
@@ -59,10 +55,9 @@ class Recipe:
     shares: list[float] | None = option(None, "Share of the steps at each length. Default: equal.")
     target_length: int | None = option(None, "For pose: tokens that its positions reach.")
     chunk: int | None = option(None, "Tokens whose logits exist at once; 0: all. Default: what fits in 2^25 logits.")
-    evaluate: bool = option(True, "Perplexity and pass key before and after.")
+    evaluate: bool = option(True, "Loss and pass key before and after.")
     evaluate_lengths: list[int] | None = option(None, "Tokens. Default: those trained at, and target_length.")
-    evaluate_text: str = option("persuasion", "A text kept out of training.")
-    evaluate_tokens: int = option(32768, "How much of it is read.")
+    evaluate_texts: list[str] = option(["persuasion"], "Texts kept out of training, each read once.")
     passkey_trials: int = option(2, "Prompts per length and depth.")
 
     def __post_init__(self) -> None:
@@ -70,13 +65,20 @@ class Recipe:
             given = getattr(self, name)
             if given not in values:
                 raise ValueError(f"{name} is one of {', '.join(values)}, got {given!r}{_hint(given, values)}")
-        if bool(self.data) == bool(self.dataset):
-            raise ValueError("give either data (files or names of texts) or dataset (a source for `datasets`)")
-        named = [name for name in self.data if Path(name).stem in HELD_OUT]
+        if not self.data:
+            raise ValueError("give data: files, folders, data sets or names of texts")
+        named = [source for source in self.data if is_held_out(source)]
         if named:
             raise ValueError(f"{', '.join(named)} is kept out of training, to be evaluated on: take other texts")
-        if self.evaluate and self.evaluate_text in self.data:
-            raise ValueError(f"{self.evaluate_text} is trained on: give another evaluate_text, or evaluate: false")
+        if self.documents_per_source is None and any(is_dataset(source) for source in self.data):
+            raise ValueError("give documents_per_source: a data set may be endless")
+        if self.documents_per_source is not None and self.documents_per_source < 1:
+            raise ValueError(f"documents_per_source {self.documents_per_source} must be 1 or more")
+        if self.evaluate and not self.evaluate_texts:
+            raise ValueError("give evaluate_texts, or evaluate: false")
+        shared = sorted({*self.evaluate_texts} & {*self.data}) if self.evaluate else []
+        if shared:
+            raise ValueError(f"{', '.join(shared)} is trained on: give other evaluate_texts, or evaluate: false")
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -107,11 +109,12 @@ class Recipe:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Recipe, TrainingArguments]:
-    """`--config FILE.yaml` and `--key value` that override it; `--data` and `--dataset` take each other's place.
+    """`--config FILE.yaml` and `--key value` that override it.
 
     Raises:
         ValueError: an unknown key, with the nearest known one.
     """
+    arguments = [f"--{RENAMED.get(word[2:], word[2:])}" if word.startswith("--") else word for word in arguments]
     parser = HfArgumentParser((Recipe, TrainingArguments), allow_abbrev=False)
     parser.add_argument("--config", help="A YAML file of these options.")
     known = {one.name for kind in (Recipe, TrainingArguments) for one in fields(kind) if one.init}
@@ -127,16 +130,18 @@ def parse(arguments: Sequence[str]) -> tuple[Recipe, TrainingArguments]:
     fixed = [key for key in (*written, *given) if key in FIXED]
     if fixed:
         raise ValueError(f"leave out {', '.join(fixed)}: the schedule decides over the order and form of the data")
-    for source, other in (("data", "dataset"), ("dataset", "data")):
-        if source in given:
-            written.pop(other, None)
     parser.set_defaults(**FIXED, **written)
     recipe, training, _, rest = parser.parse_args_into_dataclasses(
-        list(arguments), return_remaining_strings=True, look_for_args_file=False
+        arguments, return_remaining_strings=True, look_for_args_file=False
     )
     if rest:
         raise ValueError(f"{' '.join(rest)} belongs to no option")
     return recipe, training
+
+
+def is_held_out(document: str) -> bool:
+    """Whether a text, or the document of that name, is kept for evaluation."""
+    return Path(document).stem in HELD_OUT
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -26,6 +26,12 @@ def own_parameters(model: nn.Module) -> list[str]:
     return [name for name, weight in model.named_parameters() if weight is table or modules & set(name.split("."))]
 
 
+def reads(model: nn.Module, length: int) -> bool:
+    """Whether a model can take a text of so many tokens: one with a table of positions ends where that does."""
+    table = isinstance(locate(model).native, Learned)
+    return not table or length <= model.config.get_text_config().max_position_embeddings
+
+
 def require_own_parameters(model: nn.Module) -> None:
     """Raises:
     ValueError: the encoding has nothing to train.

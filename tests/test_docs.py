@@ -63,3 +63,12 @@ def test_the_evaluation_page_has_every_command():
     page = (ROOT / "eval" / "README.md").read_text()
     named = set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE))
     assert named == {command.name for command in app.registered_commands}
+
+
+@pytest.mark.parametrize("folder", ["configs", "launch"])
+def test_the_page_of_recipes_has_every_file_and_no_other(folder):
+    page = (ROOT / "recipes" / "README.md").read_text()
+    table = page.split(f"| `{folder}/` |")[1].split("\n\n")[0]
+    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(named) == sorted(path.stem for path in (ROOT / "recipes" / folder).glob("*.yaml"))
+    assert len(page.splitlines()) <= 120

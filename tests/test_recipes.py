@@ -1,5 +1,6 @@
 """Recipes before any weight is trained: options, data, schedules, and what is refused."""
 
+import os
 import random
 from types import SimpleNamespace
 
@@ -48,13 +49,6 @@ def test_yaml_is_read_numbers_as_people_write_them_and_the_command_line_wins(tmp
     assert training.learning_rate == 2e-5 and training.seed == 7
 
 
-def test_a_source_on_the_command_line_takes_the_place_of_the_other_in_yaml(tmp_path):
-    recipe, _ = parse(["--config", config_file(tmp_path, "data: [emma]"), "--dataset", "json"])
-    assert (recipe.data, recipe.dataset) == ([], "json")
-    recipe, _ = parse(["--config", config_file(tmp_path, "dataset: json"), "--data", "emma"])
-    assert (recipe.data, recipe.dataset) == (["emma"], None)
-
-
 @pytest.mark.parametrize(
     "key, near", [("learning_rat", "learning_rate"), ("posenk", "posenc"), ("lenghts", "lengths")]
 )
@@ -68,11 +62,12 @@ def test_an_unknown_key_names_the_nearest(tmp_path, key, near):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "give either data"),
-        ([*TEXT, "--dataset", "x"], "give either data"),
+        ([], "give data: files"),
+        (["--data", "dataset:json:data_files=x.jsonl"], "give documents_per_source"),
+        ([*TEXT, "--documents_per_source", "0"], "must be 1 or more"),
         (["--data", "emma", "persuasion"], "persuasion is kept out of training"),
         (["--data", "some/northanger_abbey.txt"], "kept out of training"),
-        (["--data", "emma", "--evaluate_text", "emma"], "emma is trained on"),
+        (["--data", "emma", "--evaluate_texts", "emma"], "emma is trained on"),
         ([*TEXT, "--schedule", "curiculum"], "did you mean 'curriculum'"),
         ([*TEXT, "--train", "lorra"], "did you mean 'lora'"),
         ([*TEXT, "--schedule", "mixed"], "takes several lengths"),
@@ -93,7 +88,7 @@ def test_what_does_not_fit_is_refused(arguments, message):
 
 
 def test_texts_for_evaluation_are_the_default_and_held_out():
-    assert Recipe(data=["emma"]).evaluate_text in HELD_OUT
+    assert set(Recipe(data=["emma"]).evaluate_texts) <= set(HELD_OUT)
 
 
 # Data
@@ -180,25 +175,60 @@ def test_a_model_that_sees_across_is_found_out():
         check_apart(Across())
 
 
-def test_texts_files_and_data_sets_are_documents_with_an_end(tmp_path):
+def loaded(*sources, **more) -> list[str]:
+    """Documents of a recipe's data, as text."""
     tokenizer = characters()
-    (tmp_path / "a.txt").write_text("first")
-    (tmp_path / "b.jsonl").write_text('{"body": "second"}\n{"body": " "}\n{"body": "third"}\n')
-    Dataset.from_dict({"text": ["fourth"]}).save_to_disk(tmp_path / "c")
-    cases = [
-        (Recipe(data=[str(tmp_path / "a.txt")]), ["first"]),
-        (Recipe(dataset="json", data_files=[str(tmp_path / "b.jsonl")], text_column="body"), ["second", "third"]),
-        (Recipe(dataset=str(tmp_path / "c")), ["fourth"]),
-    ]
-    for recipe, wanted in cases:
-        found = load_documents(recipe, tokenizer)
-        assert [tokenizer.decode(row["input_ids"]) for row in found] == [f"{text}</s>" for text in wanted]
-        assert [int(row["length"]) for row in found] == [len(text) + 1 for text in wanted]
-    with pytest.raises(ValueError, match="no column 'text' but body"):
-        load_documents(Recipe(dataset="json", data_files=[str(tmp_path / "b.jsonl")]), tokenizer)
-    (tmp_path / "empty.txt").write_text(" \n")
+    found = load_documents(Recipe(data=[str(source) for source in sources], evaluate=False, **more), tokenizer)
+    texts = [tokenizer.decode(row["input_ids"]) for row in found]
+    assert [int(row["length"]) for row in found] == [len(row["input_ids"]) for row in found]
+    assert all(text.endswith("</s>") for text in texts)
+    return [text.removesuffix("</s>") for text in texts]
+
+
+def test_texts_files_folders_and_data_sets_are_documents_with_an_end(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name, text in (("b.txt", "second"), ("a.md", "first"), ("c.json", "no text")):
+        (tmp_path / "folder" / name).write_text(text)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"body": "third"}\n{"body": " "}\n{"body": "fourth"}\n{"body": "fifth"}\n')
+    Dataset.from_dict({"text": ["sixth"]}).save_to_disk(tmp_path / "saved")
+    named = f"dataset:json:data_files={lines},column=body"
+    assert loaded(tmp_path / "folder") == ["first", "second"]
+    assert loaded(tmp_path / "folder", tmp_path / "folder" / "a.md", documents_per_source=1) == ["first", "first"]
+    assert loaded(named, f"dataset:{tmp_path / 'saved'}", documents_per_source=3) == ["third", "fourth", "sixth"]
+    assert len(loaded("python_docs", documents_per_source=2)) == 2
+    for source, message in (
+        (f"dataset:json:data_files={lines}", "no text in column 'text'; its columns: body"),
+        ("dataset:json:colum=x", "not colum"),
+        (tmp_path / "none", "neither a file, nor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loaded(source, documents_per_source=9)
+    lines.write_text('{"body": " \\n"}')
     with pytest.raises(ValueError, match="the data set is empty"):
-        load_documents(Recipe(data=[str(tmp_path / "empty.txt")]), tokenizer)
+        loaded(named, documents_per_source=9)
+
+
+def test_an_edited_file_is_read_anew(tmp_path):
+    file = tmp_path / "a.txt"
+    for text in ("first", "other"):
+        file.write_text(text)
+        os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+        assert loaded(file) == loaded(file) == loaded(tmp_path) == [text]
+
+
+def test_what_is_evaluated_on_is_kept_out_of_training_wherever_it_stands(tmp_path):
+    (tmp_path / "held.txt").write_text("the text to evaluate on")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "copy.txt").write_text("the text to evaluate on")
+    recipe = Recipe(data=[str(tmp_path / "folder")], evaluate_texts=[str(tmp_path / "held.txt")])
+    with pytest.raises(ValueError, match=r"copy\.txt is kept out of training.*take it out of"):
+        load_documents(recipe, characters())
+    (tmp_path / "folder" / "copy.txt").write_text("another text")
+    assert len(load_documents(recipe, characters())) == 1
+    (tmp_path / "folder" / "persuasion.txt").write_text("a text of that name")
+    with pytest.raises(ValueError, match=r"persuasion\.txt is kept out of training"):
+        load_documents(recipe, characters())
 
 
 # T5's task
@@ -388,7 +418,7 @@ def test_the_last_whole_checkpoint_is_found(tmp_path):
         (["--pad_token", "NONE"], "no pad token"),
         (["--documents", "single", "--schedule", "pose", "--target_length", "300"], "reach position 300"),
         (["--posenc", "yarn:factr=4"], "factr"),
-        (["--evaluate", "true", "--evaluate_tokens", "20"], "gives 20 tokens to evaluate on"),
+        (["--evaluate", "true", "--evaluate_lengths", "900"], "gives 600 tokens to evaluate on"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line_before_weights_are_loaded(tmp_path, monkeypatch, capsys, arguments, message):
@@ -406,7 +436,7 @@ def test_mistakes_are_one_line_before_weights_are_loaded(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit, match="2"):
         main(["--model", path, "--data", str(tmp_path / "text.txt"), "--posenc", "yarn:factor=4", "--lengths", "64",
               "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--evaluate", "false",
-              "--evaluate_text", str(tmp_path / "held.txt"), *given])  # fmt: skip
+              "--evaluate_texts", str(tmp_path / "held.txt"), *given])  # fmt: skip
     assert message in capsys.readouterr().out.replace("\n", " ")
 
 

@@ -11,7 +11,9 @@ import torch
 from reading import Largest
 
 import hf_posenc
+from eval.memory import why_not
 from recipes.chunked_loss import chunked_loss
+from recipes.memory import peak
 
 FAMILIES = ("llama", "gemma2", "cohere", "granite", "gpt2", "opt", "bloom", "qwen3", "falcon_h1", "gpt_neox")
 
@@ -108,6 +110,13 @@ def test_labels_that_come_shifted_are_not_shifted_again():
         wanted = model(**inputs).loss
         found = model(input_ids=inputs["input_ids"], labels=inputs["labels"].flip(1), shift_labels=shifted).loss
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not(torch.device("cpu")) is not None, reason="memory is measured on Linux")
+def test_a_step_does_not_need_the_memory_of_all_logits():
+    logits = 4096 * 49152 * 4
+    assert peak("chunked", 4096) < logits < 2 * logits < peak("whole", 4096)
 
 
 @pytest.mark.slow
