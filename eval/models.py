@@ -26,7 +26,7 @@ _ARGUMENTS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).pa
 CACHE = "cache" if "cache" in _ARGUMENTS else "past_key_values"  # remove when 5.40 is the oldest supported version
 
 
-def load(name: str, dtype: str = "bfloat16", device: str = "auto") -> tuple[nn.Module, Any]:
+def load(name: str, dtype: str = "bfloat16", device: str = "auto", *, causal: bool = True) -> tuple[nn.Module, Any]:
     """Model and tokenizer from a folder (a PEFT adapter's too), a hub id, or the word `smollm2`.
 
     Args:
@@ -34,6 +34,7 @@ def load(name: str, dtype: str = "bfloat16", device: str = "auto") -> tuple[nn.M
         dtype: one of `DTYPES`; `auto` keeps the checkpoint's.
         device: a torch device; `auto`: this process's accelerator, else the CPU; or `split`: one big model over all
             accelerators, and the CPU and the disk beyond them (`device_map="auto"`).
+        causal: refuses a model whose tokens see later ones: its perplexity would mean nothing.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
@@ -50,7 +51,8 @@ def load(name: str, dtype: str = "bfloat16", device: str = "auto") -> tuple[nn.M
     except OSError as error:
         raise ValueError(f"cannot load {name!r}; give a model folder, a hub id or `smollm2`: {error}") from error
     model = model.eval() if placed else model.eval().to(device)
-    _check_causal(model)
+    if causal:
+        _check_causal(model)
     return model, tokenizer
 
 

@@ -67,7 +67,7 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> nn.Module:
     if training.should_log:
         describe(schedule)
 
-    model, _ = models.load(path, recipe.dtype, "cpu")
+    model, _ = models.load(path, recipe.dtype, "cpu", causal=False)
     trained = models.trained_length(model)
     measured = evaluation.Measured(training.output_dir, resumed=checkpoint is not None)
     measure = functools.partial(measure_if_main, measured, tokenizer, recipe, training, held_out)
