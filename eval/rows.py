@@ -67,8 +67,9 @@ def read(rows: Rows) -> Iterator[tuple[str, str]]:
         data = data[split]
     for number, row in enumerate(data):
         if not isinstance(row.get(rows.column), str):
-            raise ValueError(f"row {number} of {rows.source} has no text in column {rows.column!r}; its columns: "
-                             f"{', '.join(row)}. Give one, as in column=NAME")  # fmt: skip
+            null = ", but null" if rows.column in row and row[rows.column] is None else ""
+            raise ValueError(f"row {number} of {rows.source} has no text in column {rows.column!r}{null}; its "
+                             f"columns: {', '.join(row)}. Give one of texts, as in column=NAME")  # fmt: skip
         yield f"{rows.source}#{number}", row[rows.column]
 
 

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import random
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hf_posenc
 from eval import models
 from hf_posenc.inspection import look, weightless_whole
+from recipes.evaluation import lengths_of
 from recipes.schedules import Form, Sample, skip_positions
 from recipes.settings import Recipe
 from recipes.spans import hide_spans, sentinels_of
 from recipes.trained import own_parameters, require_own_parameters
+
+# What may differ in a resumed run, and what of the arguments of training may not.
+FREE = ("evaluate", "chunk")
+RESUMED = ("seed", "learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs", "optim",
+           "weight_decay")  # fmt: skip
 
 
 def find_checkpoint(training: TrainingArguments) -> str | None:
@@ -34,11 +41,41 @@ def find_checkpoint(training: TrainingArguments) -> str | None:
         key=lambda folder: int(folder.name.rpartition("-")[2]),
     )
     if training.resume_from_checkpoint not in (None, "auto"):
+        if not _is_whole(Path(training.resume_from_checkpoint)):
+            raise ValueError(
+                f"{training.resume_from_checkpoint} is no whole checkpoint: give auto, or the folder of one"
+            )
         return training.resume_from_checkpoint
     if training.resume_from_checkpoint is None and folders:
         raise ValueError(f"{training.output_dir} holds checkpoints of an earlier run: give --resume_from_checkpoint "
                          "auto to go on from the last, or another --output_dir")  # fmt: skip
+    kept = [path.name for path in Path(training.output_dir).glob("*") if path.suffix in (".safetensors", ".bin")]
+    if kept and not folders:
+        raise ValueError(f"{training.output_dir} holds a model already ({kept[0]}), which would be taken for that of "
+                         "this run: give another --output_dir")  # fmt: skip
     return str(folders[-1]) if folders else None
+
+
+def check_same(recipe: Recipe, training: TrainingArguments, resumed: bool) -> None:
+    """Writes down what a run is, or compares a resumed one with it.
+
+    Raises:
+        ValueError: a resumed run that would be another.
+    """
+    path = Path(training.output_dir, "recipe.json")
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    now = {name: value for name, value in asdict(recipe).items() if name not in FREE}
+    now |= {name: str(getattr(training, name)) for name in RESUMED} | {"rows of a step": rows}
+    if resumed and path.exists():
+        before = json.loads(path.read_text())
+        changed = [name for name, value in now.items() if before.get(name) != value]
+        if changed:
+            told = ", ".join(f"{name} ({before.get(name)!r}, now {now[name]!r})" for name in changed)
+            raise ValueError(f"the run in {training.output_dir} was another: {told}. Give what it had, or another "
+                             "--output_dir")  # fmt: skip
+    elif training.process_index == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(now, indent=2) + "\n")
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -110,6 +147,7 @@ def parallelism(training: TrainingArguments) -> ParallelismConfig:
 def _put(model: nn.Module, posenc: str, recipe: Recipe) -> int | None:
     """Tries an encoding; returns the tokens that the model then reads, None if the encoding leaves that open."""
     told = SimpleNamespace(model_max_length=None)  # in the place of a tokenizer
+    models.full_names(model, [posenc], lengths_of(recipe)[-1:] if recipe.evaluate else [])
     with hf_posenc.patched(model, posenc, tokenizer=told):
         if recipe.train == "posenc":
             require_own_parameters(model)

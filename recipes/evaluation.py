@@ -125,13 +125,19 @@ class Measured:
     def __init__(self, folder: str, resumed: bool) -> None:
         self.path, self.rows = Path(folder, FILE), dict[str, Row]()
         if resumed and self.path.exists():
-            for name, row in json.loads(self.path.read_text()).items():
+            try:
+                content = json.loads(self.path.read_text())
+            except ValueError:  # cut off: it is measured anew
+                content = {}
+            for name, row in content.items():
                 self.rows[name] = Row([Reading(**reading) for reading in row["readings"]], row["figures"])
 
     def add(self, name: str, row: Row) -> None:
         self.rows[name] = row
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({name: asdict(row) for name, row in self.rows.items()}) + "\n")
+        unfinished = self.path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps({name: asdict(row) for name, row in self.rows.items()}) + "\n")
+        unfinished.replace(self.path)
 
     def lines(self, trained: int | None, spans: bool) -> Iterator[list[str]]:
         """The table, its head first: a figure per line, a row of ours per column.

@@ -26,7 +26,7 @@ from eval import data as texts
 from eval import models
 from eval.commands import console
 from recipes import card, evaluation
-from recipes.checks import check_plan, find_checkpoint, form_of, is_sharded, load_tokenizer, parallelism
+from recipes.checks import check_plan, check_same, find_checkpoint, form_of, is_sharded, load_tokenizer, parallelism
 from recipes.chunked_loss import chunked_loss
 from recipes.data import Blocks, check_apart, collate, load_documents
 from recipes.schedules import Repatch, Schedule, Stage, steps_of
@@ -55,6 +55,7 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> nn.Module:
     """
     set_seed(training.seed)
     checkpoint = find_checkpoint(training)
+    check_same(recipe, training, checkpoint is not None)
     path = str(texts.smollm2()) if recipe.model == "smollm2" else recipe.model
     tokenizer = load_tokenizer(path, recipe.pad_token)
     skeleton = check_plan(path, recipe, training)
@@ -104,6 +105,7 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> nn.Module:
             measured.show(trained, spans)
         table = list(measured.lines(trained, spans)) if recipe.evaluate else []
         card.write(recipe, training, schedule, model, trained, table)
+        console.print(f"Saved in {training.output_dir}", soft_wrap=True, markup=False)
     return model
 
 

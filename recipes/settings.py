@@ -5,19 +5,24 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from eval.data import is_dataset
+from eval.models import DTYPES
 
 LAYOUTS = ("packed", "single", "joined")
 SCHEDULES = ("plain", "curriculum", "mixed", "pose")
 TRAINED = ("lora", "full", "posenc")
 HELD_OUT = ("persuasion", "northanger_abbey")
 # The order of a schedule is the order in which its data set answers.
-FIXED = {"remove_unused_columns": False, "train_sampling_strategy": "sequential", "prediction_loss_only": True}
+FIXED = {
+    "remove_unused_columns": False, "train_sampling_strategy": "sequential", "prediction_loss_only": True,
+    "eval_strategy": "no",
+}  # fmt: skip
 # Remove when the oldest supported transformers knows these only.
 RENAMED = {
     old: old.replace("gradient", "activation")
@@ -61,6 +66,17 @@ class Recipe:
     passkey_trials: int = option(2, "Prompts per length and depth.")
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(Recipe).items():
+            if not _fits(getattr(self, name), kind):
+                raise ValueError(f"{name} should be {getattr(kind, '__name__', kind)}, got {getattr(self, name)!r}")
+        least = {"lora_rank": 1, "chunk": 0, "passkey_trials": 0}
+        for name, low in least.items():
+            if (getattr(self, name) or low) < low or getattr(self, name) == 0 < low:
+                raise ValueError(f"{name} {getattr(self, name)} must be {low} or more")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.evaluate_lengths is not None and min(self.evaluate_lengths, default=0) < 2:
+            raise ValueError(f"evaluate_lengths {self.evaluate_lengths} must be 2 tokens or more")
         for name, values in (("documents", LAYOUTS), ("schedule", SCHEDULES), ("train", TRAINED)):
             given = getattr(self, name)
             if given not in values:
@@ -136,7 +152,21 @@ def parse(arguments: Sequence[str]) -> tuple[Recipe, TrainingArguments]:
     )
     if rest:
         raise ValueError(f"{' '.join(rest)} belongs to no option")
+    if training.per_device_train_batch_size < 1 or (training.max_steps <= 0 and training.num_train_epochs <= 0):
+        raise ValueError("give a per_device_train_batch_size of 1 or more, and max_steps or num_train_epochs above 0")
     return recipe, training
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of the type of its option: YAML can say anything."""
+    inner = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
 
 
 def is_held_out(document: str) -> bool:

@@ -1,5 +1,6 @@
 """Recipes before any weight is trained: options, data, schedules, and what is refused."""
 
+import dataclasses
 import os
 import random
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ import tiny
 import torch
 from datasets import Dataset
 from test_eval_passkey import characters
-from transformers import LlamaConfig, PreTrainedTokenizerFast, T5Config
+from transformers import LlamaConfig, PreTrainedTokenizerFast, T5Config, TrainingArguments
 
 import hf_posenc
+from recipes import checks, data
 from recipes.checks import check_plan, find_checkpoint, form_of, load_tokenizer
 from recipes.chunked_loss import IGNORED
 from recipes.data import Blocks, check_apart, collate, load_documents
@@ -404,7 +406,9 @@ def test_the_last_whole_checkpoint_is_found(tmp_path):
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
     (tmp_path / "checkpoint-120").mkdir()
     assert find_checkpoint(training("auto")) == str(tmp_path / "checkpoint-100")
-    assert find_checkpoint(training("elsewhere")) == "elsewhere"
+    assert find_checkpoint(training(str(tmp_path / "checkpoint-20"))) == str(tmp_path / "checkpoint-20")
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        find_checkpoint(training("elsewhere"))
     with pytest.raises(ValueError, match="--resume_from_checkpoint auto"):
         find_checkpoint(training())
 
@@ -474,3 +478,49 @@ def test_what_is_trained_is_float32_under_autocast():
     model = prepare(tiny.TL().bfloat16(), Recipe(data=["emma"]), wide=True)
     for name, weight in model.named_parameters():
         assert weight.dtype == (torch.float32 if weight.requires_grad else torch.bfloat16), name
+
+
+def test_a_rest_of_one_token_joins_the_piece_before():
+    for size in (1, 2, 32, 33, 34, 65, 97):
+        rows = data._cut([size], 32)
+        pieces = [piece for row in rows for piece in row]
+        assert [token for piece in pieces for token in range(piece.start, piece.stop)] == list(range(size))
+        assert all(1 < len(piece) <= 32 for piece in pieces) or size == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"data": "emma"}, "data should be"),
+        ({"lengths": 64}, "lengths should be"),
+        ({"lengths": [64.5]}, "lengths should be"),
+        ({"lora_rank": None}, "lora_rank should be int"),
+        ({"posenc": None}, "posenc should be str"),
+        ({"lora_rank": 0}, "lora_rank 0 must be 1"),
+        ({"chunk": -3}, "chunk -3 must be 0"),
+        ({"dtype": "float17"}, "dtype is one of"),
+        ({"evaluate_lengths": [1]}, "2 tokens or more"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        Recipe(**{"data": ["emma"], **options})
+
+
+def test_a_text_kept_out_is_known_again_in_other_white_space():
+    kept = "".join(f"Sentence number {index} of a book. " for index in range(100))
+    assert data._holds(kept.replace(". ", ".\r\n") + "more", [kept])
+    assert not data._holds("Another text. " * 400, [kept]) and not data._holds(kept, [])
+
+
+def test_what_is_in_the_way_is_said(tmp_path):
+    recipe = Recipe(data=["emma"])
+    training = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    checks.check_same(recipe, training, resumed=False)
+    checks.check_same(dataclasses.replace(recipe, evaluate=False), training, resumed=True)
+    training.seed = 7
+    with pytest.raises(ValueError, match=r"lora_alpha \(16, now 64\), seed \('42', now '7'\)"):
+        checks.check_same(dataclasses.replace(recipe, lora_alpha=64), training, resumed=True)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="holds a model already"):
+        checks.find_checkpoint(training)

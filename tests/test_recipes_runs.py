@@ -280,7 +280,7 @@ def test_a_resumed_run_has_the_same_losses(models, tmp_path):
 
 def test_before_and_after_in_one_table_and_in_the_card(models, tmp_path, capsys):
     held = models / "held.txt"
-    held.write_text(TEXT[37:2000])
+    held.write_text(TEXT[37:2000].upper())
     more = ["--evaluate", "true", "--evaluate_texts", str(held), "--evaluate_lengths", "64", "1024", "--posenc",
             "yarn:factor=16"]  # fmt: skip
     with pytest.raises(ValueError, match=r"too short.*passkey_trials: 0"):
@@ -308,13 +308,14 @@ def test_before_and_after_in_one_table_and_in_the_card(models, tmp_path, capsys)
         ends = [float(number) for number in re.findall(r"[-+][\d.]+", cells[2])[1:]]
         assert len(ends) == (2 if title == "loss beyond 64" else 0) and ends == sorted(ends)
     (tmp_path / "evaluation.json").write_text(json.dumps({"before": {}}))  # of another run
+    (tmp_path / "adapter_model.safetensors").unlink()
     run(models, "llama", tmp_path, *more, "--passkey_trials", "0")
     assert json.loads((tmp_path / "evaluation.json").read_text())["before"] == rows["before"]
 
 
 def test_a_table_too_short_for_the_text_is_measured_stretched_alone(models, tmp_path, capsys):
     held = models / "held.txt"
-    held.write_text(TEXT[37:2000])
+    held.write_text(TEXT[37:2000].upper())
     run(models, "gpt2", tmp_path, "--evaluate", "true", "--evaluate_texts", str(held), "--evaluate_lengths", "256",
         "--posenc", "learned:max_positions=256", "--passkey_trials", "0", "--max_steps", "1")  # fmt: skip
     rows = json.loads((tmp_path / "evaluation.json").read_text())
@@ -324,7 +325,7 @@ def test_a_table_too_short_for_the_text_is_measured_stretched_alone(models, tmp_
 
 def test_the_loss_of_spans_before_and_after(models, tmp_path):
     held = models / "held.txt"
-    held.write_text((2 * TEXT)[37:])
+    held.write_text((2 * TEXT)[37:].upper())
     run(models, "t5", tmp_path, "--evaluate", "true", "--evaluate_texts", str(held), "--documents", "single",
         "--posenc", "t5_bias:max_distance=512", "--evaluate_lengths", "64", "256")  # fmt: skip
     rows = json.loads((tmp_path / "evaluation.json").read_text())
