@@ -49,7 +49,7 @@ def find_checkpoint(training: TrainingArguments) -> str | None:
     if training.resume_from_checkpoint is None and folders:
         raise ValueError(f"{training.output_dir} holds checkpoints of an earlier run: give --resume_from_checkpoint "
                          "auto to go on from the last, or another --output_dir")  # fmt: skip
-    kept = [path.name for path in Path(training.output_dir).glob("*") if path.suffix in (".safetensors", ".bin")]
+    kept = [path.name for path in Path(training.output_dir).glob("*model*") if path.suffix in (".safetensors", ".bin")]
     if kept and not folders:
         raise ValueError(f"{training.output_dir} holds a model already ({kept[0]}), which would be taken for that of "
                          "this run: give another --output_dir")  # fmt: skip
