@@ -120,6 +120,9 @@ def check_plan(path: str, recipe: Recipe, training: TrainingArguments) -> nn.Mod
         raise ValueError("context parallelism knows no mask but the causal one: give documents: joined")
     config, _ = look(path)
     model = weightless_whole(config).root
+    if not model.can_generate():
+        raise ValueError(f"{type(model).__name__} writes no text, so it has no loss of the next token to be trained by: "
+                         "give a causal language model, or T5")  # fmt: skip
     configured = getattr(config.get_text_config(), "max_position_embeddings", None)
     for length in recipe.lengths:
         posenc, asked = recipe.posenc_at(length), recipe.target_length or length

@@ -10,7 +10,7 @@ import tiny
 import torch
 from datasets import Dataset
 from test_eval_passkey import characters
-from transformers import LlamaConfig, PreTrainedTokenizerFast, T5Config, TrainingArguments
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, PreTrainedTokenizerFast, T5Config, TrainingArguments
 
 import hf_posenc
 from recipes import checks, data
@@ -524,3 +524,13 @@ def test_what_is_in_the_way_is_said(tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="holds a model already"):
         checks.find_checkpoint(training)
+
+
+def test_a_model_that_writes_no_text_is_refused(tmp_path):
+    config = BertConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    training = TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match="writes no text"):
+        check_plan(str(tmp_path), Recipe(data=["emma"]), training)
