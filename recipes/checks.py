@@ -121,7 +121,7 @@ def check_plan(path: str, recipe: Recipe, training: TrainingArguments) -> nn.Mod
     config, _ = look(path)
     model = weightless_whole(config).root
     if not model.can_generate():
-        raise ValueError(f"{type(model).__name__} writes no text, so it has no loss of the next token to be trained by: "
+        raise ValueError(f"{type(model).__name__} writes no text, and has no loss of the next token to train it by: "
                          "give a causal language model, or T5")  # fmt: skip
     configured = getattr(config.get_text_config(), "max_position_embeddings", None)
     for length in recipe.lengths:
