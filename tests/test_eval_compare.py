@@ -99,6 +99,16 @@ def test_only_what_all_encodings_have_is_compared():
     assert column(cells, "none", 500).value == 100
 
 
+def test_a_difference_lies_in_its_interval_where_blocks_differ_in_size():
+    """12 whole blocks that are alike and one of a single token, beyond the trained length, that differs much."""
+    base = {"posenc": "none", "length": 3100, "text": "a", "first": 1, "losses": [3.0] * 3072 + [3.0]}
+    mine = {**base, "posenc": "yarn", "losses": [3.0] * 3072 + [9.0]}
+    both = {**LOSS.__dict__, "nested": False}
+    cell = column(compare(Measure(**both), Filed([base, mine]), ["none", "yarn"], [3100], 3073), "yarn", 3100)
+    assert cell.units == 13 and cell.difference == pytest.approx(6 / 3073)
+    assert cell.low <= cell.difference <= cell.high < 0.1
+
+
 def test_few_units_are_never_sure():
     base = prompts("none", lambda *_: False)
     mine = prompts("yarn", lambda *_: True)

@@ -268,3 +268,10 @@ def test_tasks_by_row_and_encodings_by_column():
         ["a", "a", "b"], ["64", "[yellow]128", "-"], ["acc", "acc", "loss"], ["0.500", "0.250", "2.000"],
         ["0.750 [green]+0.250[/]", "-", "2.500 [red]+0.500[/]"],
     ]  # fmt: skip
+
+
+def test_every_process_gets_the_scores_of_its_own_tasks(harness, monkeypatch):
+    """The harness itself gives None to all processes but the first."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    found = harness.score(tiny(), TRAINED, "passkey", 512, limit=1)
+    assert found["prompts"] == 1 and set(found["metrics"]) == {"acc"}
